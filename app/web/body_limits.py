@@ -115,9 +115,8 @@ def too_large(limit: int) -> str:
 
 
 _TOO_MANY_VALUES = (
-    "The body contains more values than this route accepts: upload the data with POST /v1/files and "
-    "name it by "
-    "its file_id."
+    "The body contains more values than this route accepts: upload the data with POST /v1/files and name it "
+    "by its file_id."
 )
 
 

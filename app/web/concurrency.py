@@ -4,7 +4,6 @@ import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
 from typing import TypeVar
 
 from anyio import CapacityLimiter, Semaphore, to_thread
@@ -76,6 +75,10 @@ class Turns:
         self._of_keys: dict[str | None, Semaphore] = {}
         self._requests: Counter[str | None] = Counter()
 
+    def requests(self, key_id: str | None) -> int:
+        """How many requests of a key have a turn or wait for one."""
+        return self._requests[key_id]
+
     @asynccontextmanager
     async def turn(self, key_id: str | None) -> AsyncIterator[None]:
         """Waits for the turn of a request, which lasts until the end of the block."""
@@ -90,23 +93,14 @@ class Turns:
                 del self._requests[key_id], self._of_keys[key_id]
 
 
-@dataclass
-class _Turns:
-    """One key's requests for slow work."""
-
-    running: Semaphore = field(default_factory=lambda: Semaphore(_THREADS_PER_KEY))
-    requests: int = 0
-    """Those that run, and those that wait."""
-
-
 class SlowWork:
     """Runs work that may take seconds in a few threads of its own, so that other requests always find a
     thread, and no key occupies all of these. Work waits until one of them is free.
     """
 
     def __init__(self) -> None:
+        self._turns = Turns(per_key=_THREADS_PER_KEY, total=_THREADS)
         self._threads = CapacityLimiter(_THREADS)
-        self._of_keys: dict[str | None, _Turns] = {}
 
     async def run(self, key_id: str | None, work: Callable[[], Result]) -> Result:
         """The result of `work`.
@@ -114,18 +108,10 @@ class SlowWork:
         Raises:
             TooManyRequests: too many requests of the key wait already.
         """
-        turns = self._of_keys.setdefault(key_id, _Turns())
-        if turns.requests >= _MAX_WAITING_PER_KEY:
+        if (requests := self._turns.requests(key_id)) >= _MAX_WAITING_PER_KEY:
             raise TooManyRequests(
-                f"{turns.requests} slow requests of this key are already waiting: try again once some have "
-                "ended.",
+                f"{requests} slow requests of this key are already waiting: try again once some have ended.",
                 retry_after_seconds=5,
             )
-        turns.requests += 1
-        try:
-            async with turns.running:
-                return await to_thread.run_sync(work, limiter=self._threads)
-        finally:
-            turns.requests -= 1
-            if not turns.requests:
-                del self._of_keys[key_id]
+        async with self._turns.turn(key_id):
+            return await to_thread.run_sync(work, limiter=self._threads)
