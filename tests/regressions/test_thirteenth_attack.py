@@ -223,7 +223,7 @@ def test_slow_work_of_a_key_leaves_threads_to_others() -> None:
             await more[-1]
         ended.set()
         await asyncio.gather(*greedy, *more[:-1])
-        assert slow._of_keys == {}
+        assert slow._turns._of_keys == {}
 
     asyncio.run(crowd())
 
