@@ -17,7 +17,7 @@ DEVICE_LOST = "device_lost"
 RETRY_SECONDS = {"disk_full": 60.0, DEVICE_LOST: 5.0}
 """The delay before a job is retried after its machine failed, by the failure's code."""
 _IN_USE_SECONDS = 5.0
-"""The delay before a job is retried whose trainer waited in vain for the end of an earlier one."""
+"""The delay before retrying a job whose trainer waited in vain for an earlier trainer to end."""
 
 
 def end_job(
@@ -39,8 +39,8 @@ def end_job(
     elif running.timed_out:
         message = "The job ran longer than its timeout_seconds: resume it to continue from its checkpoint."
         queue.fail(session, fence, Failure(code=lifecycle.TIMEOUT, message=message, permanent=True))
-    elif running.stopping or (status == INTERRUPTED and interrupted):
-        queue.release(session, fence, running.stopping or "interrupted")
+    elif running.interrupted_because or (status == INTERRUPTED and interrupted):
+        queue.release(session, fence, running.interrupted_because or "interrupted")
     elif status == IN_USE:
         queue.postpone(session, fence, "an earlier trainer of the job has not ended yet", _IN_USE_SECONDS)
     elif failure is not None and _is_machine_failure(running, failure):
@@ -54,7 +54,7 @@ def end_job(
     elif failure is not None and failure.permanent:
         queue.fail(session, fence, failure)
     else:
-        queue.crash(session, fence, failure or failure_of(status, running.run.log))
+        queue.crash(session, fence, failure or failure_of(status, running.run.trainer_log))
 
 
 def _is_machine_failure(running: Running, failure: Failure) -> bool:

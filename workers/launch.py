@@ -90,7 +90,7 @@ class Launcher:
         if job.requested == "stop":
             run.request_finish()
         fail_point("supervisor.ordered")
-        timeout_at = self._times_out(spec, fence)
+        timeout_at = self._timeout_at(spec, fence)
         silence = self.settings.lease_seconds - self.settings.heartbeat_seconds - 1
         network = self.settings.trainer_network
         view = named_view(self.settings.data_dir, assignment) if self.settings.trainer_isolation else ""
@@ -131,7 +131,7 @@ class Launcher:
             length = _sample_length(session, spec, devices, known)
             return make_plan(spec, devices, known, predicted=False, sample_length=length, threads=threads)
 
-    def _times_out(self, spec: Spec, fence: Fence) -> float | None:
+    def _timeout_at(self, spec: Spec, fence: Fence) -> float | None:
         """The time on the monotonic clock at which the job reaches its `timeout_seconds`, or None."""
         if not spec.timeout_seconds:
             return None
@@ -165,7 +165,7 @@ def _name(devices: Sequence[Device]) -> str:
 
 
 def why_not_started(error: Exception) -> str:
-    """The message for the job's owner. It shows only the type of other errors, since their text may contain
-    paths."""
+    """The message for the job's owner. It quotes a ValueError; of any other error it shows only the type,
+    since the text may contain paths."""
     what = str(error).splitlines()[0] if isinstance(error, ValueError) else type(error).__name__
     return f"the trainer could not be started: {what}"

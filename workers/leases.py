@@ -58,8 +58,8 @@ class Running:
     """What its run directory showed by then (`RunDirectory.signs_of_work`)."""
     requested: RequestedAction | None = None
     """The action that a user has requested (pause, cancel, stop), as of the last renewal."""
-    stopping: str | None = None
-    """Why the trainer must stop, or None."""
+    interrupted_because: str | None = None
+    """Why the worker has interrupted the trainer, or None."""
     cooling_since: float | None = None
     """When training was paused because a GPU was too hot, or None if it is not paused."""
     timed_out: bool = False

@@ -16,7 +16,7 @@ The trainer writes all others:
     base_model.json  identifies those files, so that every attempt trains from the same ones
     base_weights     a digest of the weights before the first step
     data/            the tokenised samples
-    checkpoints/     step-00000050/, ...
+    checkpoints/     step-00000050-0000-00003200/, ... (step, epoch, samples of that epoch)
     model/           the trained model
     progress.json    progress within the current window, written at most once a second
     completions.json how the model completes held-out prompts, before and after training
@@ -65,7 +65,7 @@ from app.contract.reports import (
 )
 
 INTERRUPTED = 75
-"""Exit status of a trainer that was stopped and has written a checkpoint (EX_TEMPFAIL)."""
+"""Exit status of a trainer that was interrupted and has written a checkpoint (EX_TEMPFAIL)."""
 
 IN_USE = 73
 """Exit status of a trainer that another one of the same job kept waiting for too long (EX_CANTCREAT)."""
@@ -99,7 +99,7 @@ out."""
 _FINISH, _COOLING, _TRIAL = "finish", "cooling", "trial"
 
 _STEP = re.compile(rb'\{"attempt":\d+,"step":(\d+),.*\}$')
-"""A whole line of the log; it may be torn by a kill."""
+"""Matches a whole line of the log; a line torn by a kill does not match."""
 
 GPU_NAMES_VARIABLE = "ACCRUE_GPU_NAMES"
 """The environment variable that names a trainer's GPUs for CUDA, such as 0=GPU-f33a…,1=MIG-7c01…."""
@@ -156,7 +156,7 @@ class RunDirectory:
         self.data = path / "data"
         self.checkpoints = path / "checkpoints"
         self.model = path / "model"
-        self.log = path / "trainer.log"
+        self.trainer_log = path / "trainer.log"
 
     def check_entries(self) -> None:
         """Checks that files are plain files and folders are folders.

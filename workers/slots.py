@@ -43,8 +43,8 @@ class Slots:
         return found
 
     def usable(self) -> list[Device]:
-        """Devices that are not set aside because a trainer failed on them recently or they were too hot. No
-        GPU is while nvidia-smi does not answer: one of them may be lost."""
+        """Devices that are not set aside because a trainer failed on them recently or they were too hot.
+        While nvidia-smi does not answer, no GPU is usable: one of them may be lost."""
         now = time.monotonic()
         if not self._on_cpu and gpus.silent_seconds() > _SILENT_SECONDS:
             return []

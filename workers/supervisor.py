@@ -147,18 +147,18 @@ class Supervisor:
                 self._release(running)  # its end could not be stored: the next worker claims the job
         elif running.requested == "stop" and not running.run.finish_requested():
             running.run.request_finish()
-        elif running.requested in ("pause", "cancel") and not running.stopping:
+        elif running.requested in ("pause", "cancel") and not running.interrupted_because:
             self._interrupt(running, "paused" if running.requested == "pause" else "cancelled")
-        elif running.timeout_at is not None and now > running.timeout_at and not running.stopping:
+        elif running.timeout_at is not None and now > running.timeout_at and not running.interrupted_because:
             running.timed_out = True
             self._interrupt(running, "timeout")
-        elif not running.stopping and self._is_too_hot(running):
+        elif not running.interrupted_because and self._enforce_temperature(running):
             pass
-        elif self._is_stuck(running) and not running.stopping:
+        elif self._is_stuck(running) and not running.interrupted_because:
             running.stuck = True
             running.trainer.kill()
-        elif (gone := self._first(running, self.slots.is_gone)) and not running.stopping:
-            running.stopping = f"its GPU {gone.name} has disappeared"
+        elif (gone := self._first(running, self.slots.is_gone)) and not running.interrupted_because:
+            running.interrupted_because = f"its GPU {gone.name} has disappeared"
             self.slots.set_aside(gone, "nvidia-smi does not show it")
             running.trainer.kill()
 
@@ -166,7 +166,7 @@ class Supervisor:
         """The first of a trainer's devices for which `is_so` returns true."""
         return next((device for device in running.devices if is_so(device)), None)
 
-    def _is_too_hot(self, running: Running) -> bool:
+    def _enforce_temperature(self, running: Running) -> bool:
         """Pauses a trainer whose GPU is too hot, and stops it if its GPU does not cool down."""
         heat = temperature.enforce(running, self.slots, self.settings.max_gpu_temperature)
         if heat is Heat.STAYS_HOT:
@@ -344,8 +344,8 @@ class Supervisor:
             (queue.fail if failure.permanent else queue.crash)(session, fence, failure)
 
     def _interrupt(self, running: Running, why: str) -> None:
-        if not running.stopping:
-            running.stopping = why
+        if not running.interrupted_because:
+            running.interrupted_because = why
             running.trainer.interrupt(self.settings.stop_grace_seconds)
 
     def _lose(self, running: Running) -> None:

@@ -98,7 +98,7 @@ class TrainerProcess:
         os.set_blocking(self._lifeline, False)
         token = _pipe_with(os.environ.get("HF_TOKEN", ""))
         try:
-            with append_plain(run.log) as output:
+            with append_plain(run.trainer_log) as output:
                 self._process = subprocess.Popen(
                     command if network else [*_WITHOUT_NETWORK, *command],
                     stdin=subprocess.DEVNULL,

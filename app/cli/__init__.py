@@ -27,8 +27,8 @@ errors = Console(stderr=True)
 
 
 def main() -> None:
-    """Runs the command; an error is one line on standard error, and exit status 1. Also an unexpected one:
-    whatever answers at the service's address may be another program."""
+    """Runs the command; an error is one line on standard error, and exit status 1. This also holds for
+    unexpected errors, since another program may be answering at the service's address."""
     try:
         app(standalone_mode=True)
     except (AccrueError, ServiceError) as error:

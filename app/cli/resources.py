@@ -31,7 +31,7 @@ def list_models(context: typer.Context, url: Url = DEFAULT_URL, as_json: AsJson 
         trained = [model for model in client.get("/v1/models")["data"] if model["owned_by"] == "accrue"]
         known = client.get("/gradient-accumulation/models")["data"]
     if as_json:
-        typer.echo(json.dumps({"trained": trained, "to_start_from": known}, indent=2))
+        typer.echo(json.dumps({"trained": trained, "base": known}, indent=2))
     else:
         show_models(trained, known)
 

@@ -70,7 +70,7 @@ def submit(
         typer.Option(
             "--tune/--no-tune",
             help="Measure micro-batch sizes after the first two steps, or use the planned size throughout; "
-            "without either, a job of more than 100 steps tries other sizes while it trains",
+            "without either, a job of at least 102 steps tries other sizes while it trains",
             show_default=False,
         ),
     ] = None,

@@ -162,7 +162,7 @@ class LogLine(Frozen):
     forward_backward_seconds: Seconds
     optimizer_seconds: Seconds
     synchronise_seconds: Seconds | None = None
-    """The time to read the window's sums back from the device and, with several devices, to add them up."""
+    """The time to read the window's sums back from the device."""
     temperature_celsius: Number | None = None
     """The GPU's temperature when the worker read this line."""
     aux_loss: Number | None = None
@@ -238,7 +238,7 @@ class Tuning(Frozen):
     token_budget: TokenCount
     """The chosen token budget."""
     samples: Count
-    """The number of samples that each size was measured on."""
+    """Each size was measured on at least this many samples."""
     tried: Annotated[tuple[MeasuredSize, ...], Field(fail_fast=True, max_length=100)]
     """Largest first."""
 

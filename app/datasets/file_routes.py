@@ -124,7 +124,7 @@ def _stored(
 ) -> FileObject | Response:
     with files.incoming(settings) as path:
         checked = store_upload(content, path, settings, name, how)
-        equal = files.find_duplicate(database, path, checked)
+        duplicate_id = files.find_duplicate(database, path, checked)
         idempotency = idempotency.with_content(f"{name} {checked.sha256}")
         with database.writing() as session:
             replayed = idempotency.replay(session)
@@ -132,7 +132,7 @@ def _stored(
                 path.unlink()  # a repeated request: the file is already stored under the replayed id
                 return replayed
             row = files.add(
-                session, path, checked, filename=name, purpose=purpose, equal=equal,
+                session, path, checked, filename=name, purpose=purpose, duplicate_id=duplicate_id,
                 most_bytes=settings.max_stored_bytes,
             )  # fmt: skip
             made = answer(row)

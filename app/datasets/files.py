@@ -53,14 +53,14 @@ def add(
     *,
     filename: str,
     purpose: str,
-    equal: str | None = None,
+    duplicate_id: str | None = None,
     inline: bool = False,
     most_bytes: int | None = None,
 ) -> File:
     """Adds the row of a stored file, whose name on disk is its id.
 
     Args:
-        equal: the id that `find_duplicate` returned, or None.
+        duplicate_id: the id that `find_duplicate` returned, or None.
         most_bytes: the maximum size of all files of the key together; None for no limit.
 
     Raises:
@@ -68,7 +68,7 @@ def add(
     """
     if most_bytes is not None:
         _check_room(session, checked.bytes, most_bytes)
-    _link_duplicate(path, equal)
+    _link_duplicate(path, duplicate_id)
     file = File(
         id=path.name,
         created_at=session.scalar(select(database_now())),
@@ -124,10 +124,10 @@ def find_duplicate(database: Database, path: Path, checked: content.CheckedFile)
     return None
 
 
-def _link_duplicate(path: Path, equal: str | None) -> None:
+def _link_duplicate(path: Path, duplicate_id: str | None) -> None:
     """Hard-links a new file to its duplicate: the content stays until the last of the two is deleted."""
-    if equal is not None:
-        _link(path.with_name(equal), path)
+    if duplicate_id is not None:
+        _link(path.with_name(duplicate_id), path)
 
 
 def _link(source: Path, name: Path) -> None:

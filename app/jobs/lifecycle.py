@@ -251,8 +251,8 @@ def retry(session: Session, job_id: str) -> Job:
 
 
 def remove(session: Session, job_id: str) -> tuple[str, str | None]:
-    """Deletes an ended job. If it has many steps, most of them are left to `remove_steps`, for other writers
-    would have to wait for so long a transaction.
+    """Deletes an ended job. If it has many steps, `remove_steps` deletes most of them later, because other
+    writers would have to wait for such a long transaction.
 
     Returns:
         The job's id, and the id of its inline data's file if that was deleted, too.

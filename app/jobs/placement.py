@@ -3,8 +3,8 @@
 Jobs start in the order of the queue, but smaller jobs overtake a job that needs more devices than are free.
 Once that job has waited for some time, devices are reserved for it: the free ones, and those that are
 expected to become free first. The reservation begins only when the job has already waited at least as long as
-it is still expected to wait. Even if the expectation was wrong, it covers at most half of the job's total
-wait, so no job keeps devices idle for longer."""
+it is still expected to wait. Even if the expectation was wrong, the reservation covers at most half of
+the job's total wait, so no job keeps devices idle for longer."""
 
 import time
 from collections.abc import Iterable, Mapping, Sequence

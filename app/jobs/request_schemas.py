@@ -188,10 +188,10 @@ class JobOptions(AccumulationConfig):
     profile: Flag = Field(False, description="Profile one steady-state window with torch.profiler")
     tune: RequestedTune | None = Field(
         None,
-        description="How to find the fastest micro-batch. while_training: try other sizes in steps of the "
-        "job, if at least 100 are left (the default on one device, if the request leaves the micro-batch "
-        "open); off: use the planned size; first: measure several sizes after two steps, then train with the "
-        "smallest that is about as fast as the fastest; only: measure, and make no model",
+        description="How to find the fastest micro-batch. while_training: try other sizes during the "
+        "job's own steps, if at least 100 are left (the default on one device, if the request leaves the "
+        "micro-batch open); off: use the planned size; first: measure several sizes after two steps, then "
+        "train with the smallest that is about as fast as the fastest; only: measure, and make no model",
     )
 
     @model_validator(mode="after")

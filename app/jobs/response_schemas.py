@@ -144,7 +144,7 @@ class JobResponse(ResponseModel):
     waiting: Waiting | None
     tune: Tune | None = Field(
         None,
-        description="while_training: other micro-batches are tried in steps of the job; first: they are "
+        description="while_training: other sizes are tried during the job's own steps; first: they are "
         "measured after two steps; only: they are measured, and no model is trained; null: the planned size "
         "is used",
     )
@@ -173,7 +173,7 @@ class DryRunResponse(ResponseModel):
         description="Tokens in all samples of the run: counted by an earlier job, or estimated from bytes",
     )
     predicted_duration_seconds: float | None = Field(
-        None, description="From the claim to the end; null: nothing is known of such a device"
+        None, description="From the claim to the end; null: nothing is known of this kind of device yet"
     )
     predicted_duration_range: tuple[float, float] | None = Field(
         None, description="Range, in seconds, that contains the actual duration about nine times out of ten"

@@ -74,7 +74,8 @@ _ACCEPTED: dict[int | str, dict[str, Any]] = {
 async def with_accumulation(
     request: Request, requested: TrainingRequest, idempotency: CurrentIdempotentRequest
 ) -> Response:
-    """Queues a job; accumulation steps and micro-batch are taken as given, the rest is planned."""
+    """Queues a job; accumulation steps and micro-batch are used as requested, if they are predicted to fit;
+    the rest is planned."""
     return await _submitted(request, requested, idempotency)
 
 

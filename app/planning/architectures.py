@@ -45,11 +45,17 @@ def from_config(config: Mapping[str, Any]) -> Architecture:
     try:
         architecture = reader(config).model_copy(update={"fingerprint": fingerprint_of(config)})
     except (KeyError, TypeError, ValueError, ZeroDivisionError, OverflowError) as error:
-        raise UnknownArchitecture(f"config.json of family {family}: {str(error)[:100]!r}") from None
+        raise UnknownArchitecture(f"config.json of family {family}: {_problem(error)}") from None
     for name, most in _LIMITS.items():
         if not 1 <= getattr(architecture, name) <= most:
             raise UnknownArchitecture(f"config.json of family {family}: {name} must be from 1 to {most:,}")
     return architecture
+
+
+def _problem(error: Exception) -> str:
+    if isinstance(error, KeyError):
+        return f"the field {str(error)[:100]} is missing"
+    return repr(str(error)[:100])
 
 
 _LARGEST_NUMBER = 2**31
@@ -88,7 +94,7 @@ _SYNONYMS = (
     ("max_position_embeddings", "n_positions"),
     ("num_local_experts", "num_experts", "n_routed_experts"),
 )
-"""Names of the same size in different families; transformers takes several of them for one and the same
+"""Names of the same size in different families; transformers treats some of them as one field
 (`attribute_map`)."""
 
 

@@ -4,17 +4,17 @@ from fastapi import APIRouter
 
 from app.contract.base import Page
 from app.models import base_models
-from app.planning.schemas import PlannedModel
+from app.planning.schemas import PlannableModelResponse
 from app.web.dependencies import CurrentSettings
 
 router = APIRouter(tags=["calculators"])
 
 
 @router.get("/models", summary="Models that can be planned for without asking the hub")
-def list_models(settings: CurrentSettings) -> Page[PlannedModel]:
+def list_models(settings: CurrentSettings) -> Page[PlannableModelResponse]:
     """Training a model of the catalogue needs its files: from the models folder, or from the hub."""
     data = [
-        PlannedModel(
+        PlannableModelResponse(
             id=name, source=source, parameters=architecture.parameters, positions=architecture.positions
         )
         for name, (source, architecture) in base_models.plannable_models(settings).items()

@@ -1,5 +1,5 @@
-"""How long a run takes, before any job has trained the same model: from the amount of
-work, and the speed at which other jobs did theirs.
+"""Predicts a run's duration from its amount of work and the speed of other jobs, while no job has trained
+the same model yet.
 
 A window's time is modelled as
 

@@ -169,7 +169,7 @@ class MeasuredPeak:
 
 @dataclass(frozen=True)
 class ByMeasurement:
-    """Peaks measured with this recipe on such a device. At other sizes: the prediction plus its
+    """Peaks measured with this recipe on this kind of device. At other sizes: the prediction plus its
     measured error, interpolated linearly between the points and constant beyond them.
     """
 

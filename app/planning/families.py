@@ -40,8 +40,8 @@ MULTIMODAL = frozenset(
     video_llama_3 video_llava vipllava
     """.split()  # noqa: SIM905
 )
-"""Families with towers for images, which AutoModelForImageTextToText builds, and whose language model was
-trained on text alone (tests/training/test_any_family.py trains some of them)."""
+"""Families with towers for images, which AutoModelForImageTextToText builds, and whose language model
+Accrue has been tested to train on text alone (tests/training/test_any_family.py trains some of them)."""
 
 _ENCODERS = frozenset(
     """

@@ -1,8 +1,8 @@
 """The planner: how an effective batch is split over devices, and how much of their memory that takes.
 
-`solve` is the only place where a micro-batch size is chosen. The calculator, a dry run, a worker's plan for
-its own device and the alternatives in an answer all call it, so they cannot disagree. Pure functions: what
-was measured or simulated comes in as `PlannerEvidence`.
+`solve` is the only place where a plan's micro-batch size is chosen. The calculator, a dry run, a worker's
+plan for its own device and the alternatives in an answer all call it, so they cannot disagree. These are pure
+functions: what was measured or simulated comes in as `PlannerEvidence`.
 """
 
 from collections.abc import Sequence

@@ -132,7 +132,7 @@ class BatchSizeResponse(ResponseModel):
     warnings: list[str]
 
 
-class PlannedModel(ResponseModel):
+class PlannableModelResponse(ResponseModel):
     id: str
     object: Literal["accumulation.model"] = "accumulation.model"
     source: Literal["built_in", "local", "catalogue"]

@@ -19,7 +19,7 @@ _MOST_CPU_TOKENS = 2048
 def cpu_tokens(hidden_size: int | None) -> int:
     """`CPU_TOKENS` for a model of this width; None: not known.
 
-    The narrower a model, the longer a micro-batch's fixed time lasts beside that of its tokens, whose matrix
+    The narrower a model, the larger a micro-batch's fixed time is relative to its tokens' time, since matrix
     products grow with the square of the width. A Llama of 2 layers and a width of 64 trains 1.2 times as fast
     with 2,048 tokens as with 512; at a width of 128, no faster.
     """

@@ -1,1 +1,1 @@
-"""Submissions: a request is checked, frozen, planned and stored once as a job."""
+"""Submissions: a request is checked, completed with every default, planned, and stored once as a job."""

@@ -1,4 +1,4 @@
-"""Admission: checks, freezes and plans a request, and enforces its owner's quota."""
+"""Admission: checks a request, fills in its defaults, plans it, and enforces its owner's quota."""
 
 import json
 from collections.abc import Sequence
@@ -71,7 +71,7 @@ def check(
     planned: bool = False,
     suffix: str | None = None,
 ) -> AdmittedRequest:
-    """Checks, freezes and plans.
+    """Checks a request, fills in every default, and plans it.
 
     Args:
         planned: whether Accrue plans the accumulation steps.
@@ -90,8 +90,8 @@ def check(
     devices = devices_of(inputs, requested, stored_devices, settings)
     if planned:
         _check_steps_not_given(config, requested.accumulation_steps_by_device)
-    own_data, own_data_spec = _own_data(requested, settings)
-    data = uploaded or own_data_spec
+    own_data, described = _own_data(requested, settings)
+    data = uploaded or described
     config = _adjusted(config, requested)
     spec = build_spec(
         model,

@@ -43,7 +43,7 @@ DEFAULT_RAMP_FACTOR = 8
 
 @dataclass(frozen=True)
 class Data:
-    """The stored training file."""
+    """A file of training or validation data, stored or about to be."""
 
     file_id: str
     sha256: str

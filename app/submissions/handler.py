@@ -88,7 +88,7 @@ class SubmissionHandler(ABC):
             return checked
         with files.incoming(self.settings) as path:
             stored = _store_data(checked, path, self.settings)
-            equal = None if stored is None else files.find_duplicate(database, path, stored)
+            duplicate_id = None if stored is None else files.find_duplicate(database, path, stored)
             with database.writing() as session:
                 replayed = self._idempotency.replay(session)
                 if replayed is not None:
@@ -97,7 +97,7 @@ class SubmissionHandler(ABC):
                 submission = checked.submission
                 if stored is not None:
                     submission = _add_file(
-                        session, checked, path, stored, equal, self.settings.max_stored_bytes
+                        session, checked, path, stored, duplicate_id, self.settings.max_stored_bytes
                     )
                 check_quota(session, self.settings)
                 _hold_validation_file(session, submission)
@@ -149,14 +149,14 @@ def _add_file(
     checked: AdmittedRequest,
     path: Path,
     stored: content.CheckedFile,
-    equal: str | None,
+    duplicate_id: str | None,
     most_bytes: int | None,
 ) -> Submission:
     """Adds the file of a job's own samples. Returns the submission with that file as its data."""
     own = checked.own_data
     name = own.sources[0][1] if isinstance(own, content.DataFiles) else "texts.jsonl"
     files.add(
-        session, path, stored, filename=name, purpose="fine-tune", equal=equal, inline=True,
+        session, path, stored, filename=name, purpose="fine-tune", duplicate_id=duplicate_id, inline=True,
         most_bytes=most_bytes,
     )  # fmt: skip
     spec = checked.submission.spec

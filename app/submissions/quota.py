@@ -41,7 +41,7 @@ def check_quota(session: Session, settings: Settings) -> None:
 
 def _too_many(most: int) -> QuotaExceeded:
     return QuotaExceeded(
-        f"{most} jobs of this key are queued or paused already, which is the limit "
+        f"{most} jobs are queued or paused already, which is the limit per key "
         "(ACCRUE_MAX_QUEUED_JOBS): try again once some have started, or cancel some."
     )
 

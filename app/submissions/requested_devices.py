@@ -25,7 +25,7 @@ class RequestedDevices:
     """How many free devices a worker needs to start the job."""
 
     def first(self, count: int) -> "RequestedDevices":
-        """The first of the planned devices alone."""
+        """Only the first `count` of the planned devices."""
         return RequestedDevices(self.requested, self.planned[:count], count)
 
 

@@ -16,7 +16,7 @@ def tuning_of(
     distribution: Distribution,
 ) -> Tune | None:
     """How the job tunes its micro-batches; None: not at all. If nothing is requested, it tunes while
-    training wherever that cannot change the result.
+    training wherever that changes the result only by rounding (and the random numbers of dropout).
 
     Raises:
         Unprocessable: tuning is requested, but the job does not leave the micro-batch open.

@@ -66,7 +66,7 @@ def run(tmp_path: Path) -> RunDirectory:
 def started(run: RunDirectory, fault: str = "") -> subprocess.Popen[bytes]:
     """A trainer in a session of its own, so that all of its processes can be found."""
     environment = {**os.environ, **({"ACCRUE_FAIL_POINTS": fault} if fault else {})}
-    with run.log.open("ab") as log:
+    with run.trainer_log.open("ab") as log:
         return subprocess.Popen(
             [sys.executable, "-m", "workers.training", str(run.path)],
             stdout=log, stderr=log, env=environment, start_new_session=True,
@@ -117,7 +117,7 @@ def is_same(run: RunDirectory, alone: RunDirectory, bound: float = 1e-5) -> None
     """Trains the rest without a fault, and compares the end with the run on one device."""
     own = run.assignment().spec
     with_ranks(create_run(run.path, own, attempt=2), [1 / RANKS] * RANKS)
-    assert ended(started(run), run) == 0, run.log.read_text()[-3000:]
+    assert ended(started(run), run) == 0, run.trainer_log.read_text()[-3000:]
     assert weight_difference(run, alone) <= bound
     steps = [line["step"] for line in log_of_run(run)]
     assert steps == list(range(1, (own.max_steps or 0) + 1))
@@ -136,7 +136,7 @@ def longer(run: RunDirectory, fault: str) -> float:
 @pytest.mark.parametrize("fault", ["kill:3", "kill:9", "stop:6", "hang:12", "error:5"])
 def test_a_rank_that(run: RunDirectory, alone: RunDirectory, fault: str, number: int) -> None:
     trainer = started(run, f"rank-{number}.micro_batch:{fault}")
-    until(lambda: f"fail point rank-{number}" in run.log.read_text(), SECONDS)
+    until(lambda: f"fail point rank-{number}" in run.trainer_log.read_text(), SECONDS)
     assert ended(trainer, run, ENDS_WITHIN + longer(run, fault)) not in (0, INTERRUPTED)
     failure = run.failure()
     assert failure is not None
@@ -147,9 +147,9 @@ def test_a_rank_that(run: RunDirectory, alone: RunDirectory, fault: str, number:
 @pytest.mark.parametrize("number", range(RANKS))
 @pytest.mark.parametrize("at", [1, 8])
 def test_a_rank_out_of_memory(run: RunDirectory, alone: RunDirectory, at: int, number: int) -> None:
-    assert ended(started(run, f"rank-{number}.micro_batch:memory:{at}"), run) == 0, run.log.read_text()[
-        -3000:
-    ]
+    assert ended(started(run, f"rank-{number}.micro_batch:memory:{at}"), run) == 0, (
+        run.trainer_log.read_text()[-3000:]
+    )
     [event] = events_of_kind(run, "out_of_memory")
     assert event["data"]["rank"] == number
     assert weight_difference(run, alone) <= 1e-5

@@ -215,7 +215,7 @@ def overhead(requested: dict[str, Any], folder: Path) -> dict[str, Any]:
             training.stop = bare = InterleavedBaseline(training, batches, denominator)
             began = time.perf_counter()
             trained = accumulate.train_window(training, window, denominator)
-            ours = time.perf_counter() - began - bare.seconds - trained.closed.optimizer_seconds
+            ours = time.perf_counter() - began - bare.seconds - trained.result.optimizer_seconds
             if number:  # the first warms up
                 ratios.append(ours / sum(bare.passes))
         training.loader.close()

@@ -106,7 +106,7 @@ def ours(contestant: Contestant, material: Path, folder: Path, per_token: float)
     factors = [rank.factor * unit for rank in contestant.ranks]
     processes = start_ranks(run, [0.0] * count, factors, *options)
     if any(process.wait() for process in processes):
-        raise SystemExit(run.log.read_text()[-3000:])
+        raise SystemExit(run.trainer_log.read_text()[-3000:])
     lines = raw_log(run)
     timed = lines[WARM_UP:]
     seconds = timed[-1]["time"] - lines[WARM_UP - 1]["time"]

@@ -83,7 +83,7 @@ def small_data(**changes: Any) -> DataSpec:
 
 def start_trainer(run: RunDirectory) -> subprocess.Popen[bytes]:
     """`python -m workers.training` in a process of its own."""
-    with run.log.open("ab") as log:
+    with run.trainer_log.open("ab") as log:
         return subprocess.Popen(
             [sys.executable, "-m", "workers.training", str(run.path)], stdout=log, stderr=log
         )
@@ -106,7 +106,7 @@ def start_ranks(
         "GLOO_SOCKET_IFNAME": "lo",
     }
     (run.path / f"rendezvous-{number}").touch()
-    with run.log.open("ab") as log:
+    with run.trainer_log.open("ab") as log:
         return [
             subprocess.Popen(
                 [

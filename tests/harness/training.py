@@ -73,7 +73,7 @@ def weight_difference(one: RunDirectory, other: RunDirectory) -> float:
 
 def finished(run: RunDirectory, seconds: float = 240.0) -> RunDirectory:
     """Runs the trainer in processes of its own, to its end."""
-    assert start_trainer(run).wait(seconds) == 0, run.log.read_text()[-3000:]
+    assert start_trainer(run).wait(seconds) == 0, run.trainer_log.read_text()[-3000:]
     return run
 
 

@@ -79,7 +79,7 @@ def test_identical_files_share_one_copy_in_a_backup_and_after_a_restore(
         checked = content.check(path, settings, "file")
         equal = files.find_duplicate(database, path, checked)
         with database.writing() as session:
-            files.add(session, path, checked, filename="f.jsonl", purpose="fine-tune", equal=equal)
+            files.add(session, path, checked, filename="f.jsonl", purpose="fine-tune", duplicate_id=equal)
     taken = backup.take(settings, tmp_path / "backup", runs=False)
     restored = elsewhere(settings, tmp_path / "restored")
     assert backup.restore(restored, taken.folder).files == taken.files == 3

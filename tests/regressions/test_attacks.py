@@ -257,7 +257,7 @@ def test_uploading_an_identical_file_repairs_a_damaged_copy(database: Database, 
         checked = content.store_lines("text", [{"text": "the same"}], path)
         equal = files.find_duplicate(database, path, checked)
         with database.writing() as session:
-            files.add(session, path, checked, filename="a.jsonl", purpose="fine-tune", equal=equal)
+            files.add(session, path, checked, filename="a.jsonl", purpose="fine-tune", duplicate_id=equal)
         return path
 
     first = store()

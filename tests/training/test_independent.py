@@ -91,7 +91,7 @@ def test_an_interrupted_job_continues_each_replica(tmp_path: Path) -> None:
     trainer = start_trainer(run)
     until(lambda: len(log_of_run(run)) >= 4 or trainer.poll() is not None, SECONDS)
     trainer.send_signal(signal.SIGTERM)
-    assert trainer.wait(SECONDS) == INTERRUPTED, run.log.read_text()[-3000:]
+    assert trainer.wait(SECONDS) == INTERRUPTED, run.trainer_log.read_text()[-3000:]
     finished(run_of(tmp_path / "run", spec, 2, attempt=2))
     expected, own = weights(undisturbed), weights(run)
     assert all(torch.equal(own[name], weight) for name, weight in expected.items())

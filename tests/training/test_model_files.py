@@ -239,7 +239,7 @@ def test_an_endless_template_fails_the_job_without_hanging(
 def test_a_template_cannot_put_the_data_into_an_error(model: Path, tmp_path: Path) -> None:
     run = chat_run(model, tmp_path, "{{ raise_exception(messages[0].content) }}")
     assert "rejects this conversation" in failure_of(run)
-    told = json.dumps(events_of(run)) + run.log.read_text() + (run.path / "failure.json").read_text()
+    told = json.dumps(events_of(run)) + run.trainer_log.read_text() + (run.path / "failure.json").read_text()
     assert "canary" not in told
 
 

@@ -35,7 +35,7 @@ def ended_at(run: RunDirectory, step: int) -> None:
     trainer = start_trainer(run)
     until(lambda: steps_of(run) >= step or trainer.poll() is not None, SECONDS)
     trainer.send_signal(signal.SIGTERM)
-    assert trainer.wait(SECONDS) == INTERRUPTED, run.log.read_text()[-3000:]
+    assert trainer.wait(SECONDS) == INTERRUPTED, run.trainer_log.read_text()[-3000:]
 
 
 def steps_of(run: RunDirectory) -> int:

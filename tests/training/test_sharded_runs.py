@@ -23,7 +23,7 @@ def stopped_at(run: RunDirectory, step: int) -> None:
     trainer = start_trainer(run)
     until(lambda: len(log_of_run(run)) >= step or trainer.poll() is not None, SECONDS)
     trainer.send_signal(signal.SIGTERM)
-    assert trainer.wait(SECONDS) == INTERRUPTED, run.log.read_text()[-3000:]
+    assert trainer.wait(SECONDS) == INTERRUPTED, run.trainer_log.read_text()[-3000:]
 
 
 @pytest.mark.parametrize(

@@ -102,7 +102,7 @@ def test_nothing_is_tried_where_it_cannot_gain(bounds: Bounds) -> None:
 def test_sizes_are_tried_again_later() -> None:
     """Lengths and speeds change."""
     own = after(40, lambda size: 100.0)
-    after(2 * trial_policy.FIRST_PERIOD, lambda size: float(size), own=own)
+    after(2 * trial_policy.FIRST_TRIALS_PERIOD, lambda size: float(size), own=own)
     assert own.next_tokens(512) == 2048
 
 

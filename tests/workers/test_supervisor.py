@@ -444,7 +444,7 @@ def test_training_pauses_until_a_hot_gpu_is_cooler_and_then_leaves_it(
     until(lambda: bool(supervisor.turn() or job(database, job_id).progress.get("step")))
     monkeypatch.setattr(supervisor.slots, "temperature", lambda device: 91.5)
     supervisor.turn()
-    assert supervisor.running[0].stopping is None  # no limit is set
+    assert supervisor.running[0].interrupted_because is None  # no limit is set
     until(lambda: bool(supervisor.turn() or warmth(database, job_id) == 91.5))
     supervisor.settings = supervisor.settings.model_copy(
         update={"max_gpu_temperature": 90.0, "no_progress_seconds": 0.3}
@@ -456,7 +456,7 @@ def test_training_pauses_until_a_hot_gpu_is_cooler_and_then_leaves_it(
     for _ in range(10):
         time.sleep(0.1)
         supervisor.turn()
-    assert supervisor.running[0].stopping is None
+    assert supervisor.running[0].interrupted_because is None
     assert job(database, job_id).progress["step"] == paused_at
     supervisor.settings = supervisor.settings.model_copy(update={"no_progress_seconds": 60.0})
     monkeypatch.setattr(supervisor.slots, "temperature", lambda device: 84.5)

@@ -65,7 +65,7 @@ def test_a_trainer_without_network_has_none(tmp_path: Path, monkeypatch: pytest.
         trainer = TrainerProcess(run, [Device("cpu", "CPU", 2**30, "cpu")], 60, network=network)
         until(lambda trainer=trainer: trainer.status() is not None, 10)
         trainer.close()
-        assert trainer.status() == 0, run.log.read_text()
+        assert trainer.status() == 0, run.trainer_log.read_text()
         _, _, *devices = shown.read_text().splitlines()
         seen.append([(line.split(":")[0].strip(), int(line.split()[1])) for line in devices])
     with_network, without = seen

@@ -1,7 +1,8 @@
 """`python -m workers.training RUN_DIR`: one attempt at one job, in this process.
 
-Exit status: 0 with outcome.json; 75 if stopped by a signal (a checkpoint is written); 73 if another trainer
-still holds the directory; 74 if the disk is full; 1 otherwise, with failure.json if the trainer could say
+Exit status: 0 with outcome.json; 75 if interrupted by a signal (a checkpoint is written); 73 if another
+trainer still holds the directory; 74 if the disk is full; 76 or 77 for one of several ranks that cannot go on
+(run_directory.py); 1 otherwise, with failure.json if the trainer could say
 why.
 """
 
@@ -130,7 +131,7 @@ def _end_at_once(status: int) -> NoReturn:
 
 
 def _as_rank(run: RunDirectory, interrupted: InterruptSignal) -> int:
-    """Runs one of several ranks, which the launcher started, or torchrun."""
+    """Runs one of several ranks, started by the launcher or by torchrun."""
     rank = int(os.environ["RANK"])
     launched = RENDEZVOUS_VARIABLE in os.environ
     if launched:

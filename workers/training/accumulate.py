@@ -45,7 +45,7 @@ class WindowCost:
 class TrainedWindow:
     """A trained window, whether applied or not. Times are this rank's wall-clock seconds."""
 
-    closed: WindowResult
+    result: WindowResult
     groups_by_rank: list[Groups]
     work: tuple[WindowWork, ...]
     """What each rank did."""
@@ -91,14 +91,14 @@ def train_window(training: TrainingRun, window: Indices, denominator: float) -> 
             continue
         assert observed.totals is not None
         assert added is not None
-        closed = guards.finish(own, observed.totals, verdict)
+        result = guards.finish(own, observed.totals, verdict)
         if verdict is not Verdict.REPLAY_AT_LOWER_LOSS_SCALE:
             seconds = time.perf_counter() - began
             if cost is not None:
                 training.group.note_window(seconds, cost)
-            measurement = _measurement(training, window, groups, closed, denominator)
+            measurement = _measurement(training, window, groups, result, denominator)
             work = _work(training, window, groups, added)
-            return TrainedWindow(closed, groups, work, added.data_seconds, seconds, measurement)
+            return TrainedWindow(result, groups, work, added.data_seconds, seconds, measurement)
         training.reporter.event("overflow", "fp16 overflow: the window is replayed at half the loss scale.")
 
 
@@ -128,7 +128,7 @@ def observe(
         if not device_errors.is_out_of_memory(error):
             raise
         if replica.is_sharded:
-            raise leave_step(training, window, groups) from error
+            raise restart_in_less_memory(training, window, groups) from error
         out_of_memory = True
     return replica.window.observe(
         out_of_memory=out_of_memory, interruption_requested=interruption_requested
@@ -249,8 +249,8 @@ def _of_all_ranks(rules: Sequence[MicroBatchRule]) -> MicroBatchRule:
 
 
 def _cost(training: TrainingRun, window: Indices, groups: list[Groups]) -> Cost | None:
-    """What the window's time depends on; None if that cannot be known: compiling, and writing a profile, take
-    any time."""
+    """What the window's time depends on; None if that cannot be known: compiling and
+    writing a profile can take any amount of time."""
     spec, packed = training.assignment.spec, training.loader.layout.packed
     if len(groups) == 1 or spec.compile or spec.profile:
         return None
@@ -337,22 +337,22 @@ def _measures(training: TrainingRun) -> bool:
 
 
 def _measurement(
-    training: TrainingRun, window: Indices, groups: list[Groups], closed: WindowResult, denominator: float
+    training: TrainingRun, window: Indices, groups: list[Groups], result: WindowResult, denominator: float
 ) -> Measurement | None:
-    if closed.first_norm is None or not closed.applied:
+    if result.first_norm is None or not result.applied:
         return None
     first = window[groups[0][0]]
     return Measurement(
-        first_norm=closed.first_norm,
+        first_norm=result.first_norm,
         first_samples=len(first),
         first_targets=training.loader.samples.denominator(first),
-        norm=closed.grad_norm,
+        norm=result.grad_norm,
         samples=len(window),
         targets=denominator,
     )
 
 
-def leave_step(training: TrainingRun, window: Indices, groups: list[Groups]) -> RanksMustRestart:
+def restart_in_less_memory(training: TrainingRun, window: Indices, groups: list[Groups]) -> RanksMustRestart:
     """Records what this rank has learned by running out of memory, where all ranks run at the same time.
 
     Raises:

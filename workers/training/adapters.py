@@ -13,8 +13,8 @@ from workers.training.exceptions import CannotTrain
 from workers.training.model_parts import language_model_of, towers_within
 
 _RENAMED = ("gate", "w1", "w2", "w3", "gate_proj", "up_proj", "down_proj")
-"""Names of layers that peft, in some mixtures of experts, takes for the experts of older releases: a plain
-layer of such a name is adapted through its weight."""
+"""Names of layers that peft, in some mixtures of experts, mistakes for experts as older releases of
+transformers named them: a plain layer of such a name is adapted through its weight."""
 
 
 class Targets(NamedTuple):
@@ -178,7 +178,8 @@ def check_mergeable(adapted: torch.nn.Module) -> None:
                 raise CannotTrain(
                     "lora",
                     f"lora: {layer} shares its weights with {other}, which merged adapters would change "
-                    "too: set merge to false and train on adapters alone, or leave it out of target_modules",
+                    "too: set merge to false, so that only the adapters are saved, or leave it out of "
+                    "target_modules",
                 )
 
 
@@ -245,7 +246,8 @@ def _adapted_through_weights(model: torch.nn.Module) -> Iterator[Any]:
 
 
 def _left_out(module: torch.nn.Module) -> list[Any]:
-    """The layers within a module whose own forward is not called, or returns something else."""
+    """The layers within a module that it uses without calling them, or whose forward returns more than the
+    product."""
     if any(word in type(module).__name__ for word in ("Router", "Gating")):
         return list(module.modules())
     if hasattr(module, "A_log"):  # the mixer of a state space

@@ -19,10 +19,10 @@ from workers.training import model as models
 from workers.training.accumulate import (
     divide,
     filler,
-    leave_step,
     observe_routing,
     passes_of_rank,
     reduce_memory,
+    restart_in_less_memory,
 )
 from workers.training.batch_loader import Indices
 from workers.training.batches import Groups, cut_window
@@ -221,7 +221,7 @@ def _accumulate(
         if not device_errors.is_out_of_memory(error):
             raise
         if replica.is_sharded:
-            raise leave_step(training, window, groups) from error
+            raise restart_in_less_memory(training, window, groups) from error
         out_of_memory = True
     return replica.window.exchange(out_of_memory=out_of_memory, interruption_requested=interruption_requested)
 
@@ -276,7 +276,7 @@ def error_in_fp64(training: TrainingRun, window: Indices, model: Any) -> float |
 
 def _few(window: Indices, samples: Samples, parameters: int) -> Indices:
     """Samples of a window to compare in fp64: the two shortest, and the longest and another one of those
-    for which there is time. What mixes samples may do so only beyond some length.
+    for which there is time. A model may mix samples only beyond a certain length.
 
     Args:
         parameters: of the model.

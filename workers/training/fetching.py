@@ -59,7 +59,7 @@ def fetch(model: ModelReference, path: str) -> Path:
         return Path(path)
     os.environ["HF_HUB_DISABLE_XET"] = "1"  # which would send the token to an address that an answer names
     if model.revision is not None and not _REVISION.fullmatch(model.revision):
-        raise ValueError("the model's revision is not a name")
+        raise ValueError("the model's revision has characters that no branch, tag or commit can have")
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]  # is documented
 

@@ -168,7 +168,7 @@ def advance(training: TrainingRun) -> None:
             trained = train_window(training, window, denominator)
     state.position.advance(len(window), len(samples))
     state.progress.micro_step += len(trained.groups) if trained else 0
-    if trained is None or not trained.closed.applied:
+    if trained is None or not trained.result.applied:
         skip(training, window, trained)
     else:
         _record_step(training, window, trained)
@@ -252,7 +252,7 @@ def _profiled(training: TrainingRun, window: Indices, denominator: float) -> Tra
 
 def _record_step(training: TrainingRun, window: Indices, trained: TrainedWindow) -> None:
     """Records an applied step."""
-    state, loader, loss = training.state, training.loader, trained.closed.loss
+    state, loader, loss = training.state, training.loader, trained.result.loss
     state.progress.step += 1
     state.progress.skipped_in_a_row = 0
     state.progress.trained_tokens += int(loader.samples.targets[window].sum())

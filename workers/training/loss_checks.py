@@ -29,7 +29,7 @@ from workers.training.replica import Replica
 @contextlib.contextmanager
 def final_failures(group: Group) -> Iterator[None]:
     """Turns errors of the model's own code into a final failure: it would fail in the same way in each
-    attempt. Errors of memory, of the device and of other ranks are not.
+    attempt. Errors of memory, of the device or of other ranks are passed on unchanged.
 
     Raises:
         CannotTrain: the model fails; the message says how.
@@ -82,8 +82,8 @@ def check_causality(replica: Replica, loader: Loader, group: Group) -> None:
     copy, and padding on the right would change its loss.
 
     Where a token's experts are computed together with those of other tokens, rounding changes the loss too,
-    and in low precisions by more than later tokens may. So if there is any change, the check is repeated in
-    fp64, with a copy of the model on the host.
+    and in low precisions by more than is tolerated for later tokens. So if there is any change, the check is
+    repeated in fp64, with a copy of the model on the host.
 
     Raises:
         CannotTrain: it does.
@@ -145,8 +145,8 @@ def _change_in_fp64(replica: Replica, tokens: Tokens, rows: BatchLayout) -> floa
 
 
 def _rounding(replica: Replica) -> float:
-    """How much rounding may change a loss in the replica's precision. In a mixture of experts, other tokens
-    change which of them an expert computes together."""
+    """How much rounding may change a loss in the replica's precision. In a mixture of experts,
+    replacing tokens changes which tokens an expert computes together."""
     if replica.precision == "fp32":
         return 1e-5
     return models.TOLERANCE[replica.precision] if is_mixture_of_experts(replica.model) else 1e-3

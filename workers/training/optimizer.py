@@ -73,7 +73,7 @@ class OnHost(torch.optim.Optimizer):
 
 
 def _sgd_can_be_fused(trained: Sequence[nn.Parameter]) -> bool:
-    """On a CPU, fused SGD leaves nearly all weights in 16 bits as they are (found with torch 2.13)."""
+    """On a CPU, fused SGD leaves nearly all 16-bit weights unchanged (found with torch 2.13)."""
     return not any(p.device.type == "cpu" and p.dtype.itemsize < torch.float32.itemsize for p in trained)
 
 

@@ -69,8 +69,9 @@ def check_packing(
 ) -> None:
     """Falls back to padding if the model does not keep packed samples apart, or fails on packed rows.
 
-    A row that mixes samples changes their gradients far more than their loss, of which low precisions hide
-    the rest. So the check is made in the weights' own precision and, if there is any doubt, in fp64.
+    A row that mixes samples changes their gradients far more than their loss, and low precisions hide
+    even that small change. So the check is made in the weights' own precision and, if there is any doubt, in
+    fp64.
 
     Args:
         most_tokens: tokens of the largest micro-batch that is planned for any rank.
@@ -133,7 +134,8 @@ def fill_row(lengths: Indices, most_tokens: int, most_samples: int) -> list[int]
 def _found_against(replica: Replica, samples: Sequence[Tokens], layouts: Layouts) -> str | None:
     """Why the samples cannot be packed into a row; None if packing changes their loss only by rounding.
 
-    If there is not enough memory for a row, which training with it needs more of, half of it is checked.
+    If memory does not suffice to check a row, half of the row is checked: training on it would need even
+    more.
     """
     if _scales_by_position_in_row(replica.model, sum(map(len, samples))):
         return "it scales attention by the position in the row"  # which rounding in 16 bits may hide

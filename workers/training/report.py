@@ -89,7 +89,7 @@ def log_line(
     noise: NoiseScale | None,
 ) -> LogLine:
     """The log line of the step that was just applied."""
-    spec, state, loader, closed = training.assignment.spec, training.state, training.loader, trained.closed
+    spec, state, loader, result = training.assignment.spec, training.state, training.loader, trained.result
     tokens, lengths = int(loader.samples.lengths[window].sum()), loader.lengths(window)
     peak = memory.peak(training.replica.device)
     remembers = spec.log_memory_usage
@@ -100,19 +100,19 @@ def log_line(
         batch_idx=index,
         epoch=at.epoch,
         samples=len(window),
-        loss=closed.loss,
+        loss=result.loss,
         loss_ema=state.losses.average or 0.0,
         gradient_accumulation_steps=max(map(len, trained.groups_by_rank)),
         effective_batch_size=min(batch, len(window)),  # at an epoch's end there may be fewer samples left
         physical_batch_size=max(map(len, trained.groups)),
         learning_rate=rate,
-        grad_norm=closed.grad_norm,
+        grad_norm=result.grad_norm,
         tokens=int(training.loader.samples.targets[window].sum()),
         input_tokens=tokens,
         padded_tokens=trained.padded_tokens,
         tokens_per_second=tokens / trained.seconds,
-        memory_gb=memory.gib(closed.memory_bytes) if remembers else None,
-        peak_gb=memory.gib(max(closed.memory_bytes, peak)) if remembers else None,
+        memory_gb=memory.gib(result.memory_bytes) if remembers else None,
+        peak_gb=memory.gib(max(result.memory_bytes, peak)) if remembers else None,
         largest_tokens=max(tokens_of(lengths[group], loader.layout.packed) for group in trained.groups),
         noise_scale=noise.value if noise else None,
         skipped=state.progress.skipped,
@@ -120,13 +120,13 @@ def log_line(
         data_seconds=trained.data_seconds,
         forward_backward_seconds=trained.seconds
         - trained.data_seconds
-        - closed.optimizer_seconds
-        - closed.synchronise_seconds,
-        optimizer_seconds=closed.optimizer_seconds,
-        synchronise_seconds=closed.synchronise_seconds,
-        aux_loss=closed.extra_loss if training.replica.balance else None,
+        - result.optimizer_seconds
+        - result.synchronise_seconds,
+        optimizer_seconds=result.optimizer_seconds,
+        synchronise_seconds=result.synchronise_seconds,
+        aux_loss=result.extra_loss if training.replica.balance else None,
         micro_losses=_micro_means(training, window, trained) if spec.log_micro_losses else None,
-        gradient_norms=dict(closed.layer_norms) if spec.log_gradients else None,
+        gradient_norms=dict(result.layer_norms) if spec.log_gradients else None,
         ranks=_ranks(training, trained) if training.group.size > 1 else None,
     )
 
@@ -158,5 +158,5 @@ def _micro_means(training: TrainingRun, window: Indices, trained: TrainedWindow)
     own = [training.loader.samples.denominator(window[group]) for group in trained.groups]
     return tuple(
         part * whole / share if share else 0.0
-        for part, share in zip(trained.closed.micro_losses, own, strict=True)
+        for part, share in zip(trained.result.micro_losses, own, strict=True)
     )

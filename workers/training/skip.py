@@ -22,8 +22,8 @@ def skip(training: TrainingRun, window: Indices, trained: TrainedWindow | None) 
         progress.skipped_in_a_row += 1
         counted = window[samples.targets[window] > 0]
         named = []
-        if trained.closed.rejected_by_filter:
-            reason = f"its loss of {trained.closed.loss:.4g} is a spike. Samples with the highest losses:"
+        if trained.result.rejected_by_filter:
+            reason = f"its loss of {trained.result.loss:.4g} is a spike. Samples with the highest losses:"
             if training.group.leads and not training.replica.is_sharded:
                 named = _highest_losses(training, counted)
         else:

@@ -1,7 +1,7 @@
 """The state of a run besides its tensors: what a checkpoint keeps, grouped by what it belongs to.
 
-`from_json` still reads the earlier versions: version 1, up to the first release, had all of it in one flat
-list of names; version 2 had the budget of one rank.
+`from_json` still reads the earlier versions: version 1 (of early development versions) had all of it in
+one flat list of names; version 2 had the budget of one rank.
 """
 
 from collections.abc import Mapping, Sequence
@@ -136,7 +136,7 @@ class LearnedTuning:
         self.trial, self.speeds, self.ended = None, [], True
 
 
-FIRST_PERIOD = 4
+FIRST_SHARES_PERIOD = 4
 """Windows that are measured before the ranks' shares are changed for the first time."""
 
 
@@ -146,7 +146,7 @@ class LearnedShares:
 
     shares: list[float] = field(default_factory=list)
     """Each rank's share of a window's tokens; empty: the plan's."""
-    period: int = FIRST_PERIOD
+    period: int = FIRST_SHARES_PERIOD
     """The number of windows after which shares are calculated again."""
     windows: int = 0
     """Windows measured since."""
@@ -158,7 +158,7 @@ class LearnedShares:
     def use(self, shares: Sequence[float]) -> None:
         """Replaces the shares, and begins to measure anew."""
         self.shares = list(shares)
-        self.start_period(FIRST_PERIOD)
+        self.start_period(FIRST_SHARES_PERIOD)
 
     def start_period(self, windows: int) -> None:
         self.period, self.windows, self.tokens, self.seconds = windows, 0, [], []

@@ -37,7 +37,7 @@ def sweep(training: TrainingRun) -> Tuning:
     """Measures, and returns the smallest of the fastest micro-batches. Every rank measures its own device.
 
     Raises:
-        InterruptionRequested: a stop was requested on any rank; nothing was changed.
+        InterruptionRequested: an interruption was requested on any rank; nothing was changed.
     """
     group, tuning = training.group, None
     try:

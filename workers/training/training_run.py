@@ -31,7 +31,7 @@ Interruption = Callable[[], bool]
 class TrainingRun:
     """A run in progress, on one rank.
 
-    It holds its inputs (assignment, run directory, reporter, stop signal), the ranks that train together,
+    It holds its inputs (assignment, run directory, reporter, interruption), the ranks that train together,
     the replica that trains, the loader of its data, its state, and what decides how windows are divided.
     State, budgets and shares are the same on all ranks.
     """
@@ -94,7 +94,7 @@ class TrainingRun:
         torch.manual_seed(int(mixed[0]) >> 1)
 
     def any_interruption(self) -> bool:
-        """Whether any rank was requested to stop. Every rank calls it at the same point."""
+        """Whether an interruption was requested on any rank. Every rank calls it at the same point."""
         (interrupted,) = self.group.any(self.interrupted())
         return interrupted
 

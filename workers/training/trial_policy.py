@@ -34,7 +34,7 @@ WORTH_TRYING = 100
 LARGEST_FACTOR = 4
 """No size is more than this many times the planned one."""
 
-FIRST_PERIOD = 500
+FIRST_TRIALS_PERIOD = 500
 """Windows until sizes are tried again, since lengths and speeds may change; each period is twice as long as
 the one before."""
 
@@ -146,7 +146,7 @@ class Tuner:
             return None
         return Tuning(
             token_budget=learned.tokens or planned,
-            samples=sum(each.samples for each in learned.tried),
+            samples=min(each.samples for each in learned.tried),
             tried=tuple(
                 MeasuredSize(
                     token_budget=each.token_budget,
@@ -185,7 +185,7 @@ class Tuner:
         learned.trial = next(possible, None) if bounds.windows_left >= WORTH_TRYING else None
         learned.speeds = []
         if learned.trial is None:
-            learned.windows, learned.period = 0, max(FIRST_PERIOD, 2 * learned.period)
+            learned.windows, learned.period = 0, max(FIRST_TRIALS_PERIOD, 2 * learned.period)
 
     def _add(self, budget: int, window: Measured) -> None:
         """Adds a window to what is known of a size."""

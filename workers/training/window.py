@@ -262,7 +262,7 @@ class Window:
 
         Args:
             out_of_memory: whether this rank ran out of memory.
-            interruption_requested: whether this rank was requested to stop.
+            interruption_requested: whether an interruption was requested on this rank.
 
         Returns:
             What happened on any rank; the totals are None if any of them failed.

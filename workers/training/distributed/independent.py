@@ -39,7 +39,8 @@ _MOST_STEPS_AHEAD = 10_000
 _SECONDS = ("data_seconds", "forward_backward_seconds", "optimizer_seconds")
 
 _OWN_EVENTS = ("checkpoint", "evaluation", "training", "resumed", "tuned", "skipped")
-"""Events from which a job's state is computed: those of a replica are forwarded under another type."""
+"""Events from which a job's state is computed: a replica's are forwarded under another type,
+except `training` and `checkpoint`, whose data is adapted."""
 
 
 def replica_folder(run: RunDirectory, number: int) -> RunDirectory:
@@ -196,7 +197,7 @@ class _Tail:
 class _Merged:
     """The replicas' logs and events as one.
 
-    Steps up to the last one of which every replica has a checkpoint are never repeated. Later ones are
+    No attempt repeats steps before the last one at which every replica has a checkpoint. Later steps are
     reported in each attempt.
 
     Args:

@@ -1,8 +1,8 @@
 """Starts a process for each rank of a run, and ends all of them as soon as one fails.
 
-This does what PyTorch's elastic agent does for one machine, without its restarts and its server: a failed
-attempt is claimed again by a worker, and ranks find each other by a file that only their user can read. Needs
-only the standard library, so that it takes no memory beside the ranks.
+This does what PyTorch's elastic agent does for one machine, without its restarts and its server: a worker
+claims the job again after a failed attempt, and ranks find each other by a file that only their user can
+read. It needs only the standard library, so that it takes no memory beside the ranks.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ RENDEZVOUS_VARIABLE = "ACCRUE_RENDEZVOUS_FILE"
 (MASTER_ADDR and others)."""
 
 _MOST_STARTS = 30
-"""The maximum number of starts of all ranks, per rank, before running out of memory fails the job. Each
+"""The job fails once all ranks together have been started this many times per rank for lack of memory. Each
 restart uses smaller micro-batches on some rank, so a few are enough."""
 
 _POLL_SECONDS = 0.05

@@ -1,7 +1,8 @@
 """Ends a rank that waits for another one for far longer than a window can take.
 
 A rank that hangs neither ends nor fails, and the others would wait for it for ever. How long is too long is
-known only while windows are trained; tokenising, evaluations and checkpoints may take any time.
+known only while windows are trained; tokenising, evaluations and checkpoints can take any
+amount of time.
 
 A window's time is a sum of parts that grow with its micro-batches, with their tokens, and (in attention) with
 their tokens times their length. So the largest of the three ratios between two windows is an upper bound for

@@ -105,7 +105,7 @@ class ShardedParameters(Parameters):
         return self._divided[name]
 
     def exchange_in_next_pass(self, exchange: bool) -> None:
-        """Whether the next backward pass is the window's last, after which nothing stays whole."""
+        """Sets whether the next backward pass is the window's last; after that one, nothing stays whole."""
         for module in self._modules:
             module.set_requires_gradient_sync(exchange or self.stage > 1, recurse=False)
             module.set_reshard_after_backward(exchange or self.stage == 3, recurse=False)
