@@ -16,7 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.contract.plan import FixedCount, FixedSize, MicroBatchRule
+from app.contract.plan import FixedCount, FixedSize, MicroBatchRule, TokenBudget
 from app.contract.spec import GradientCompression, Strategy, ZeroStage
 from tests.harness.ranked_windows import RankedWindow, accumulate
 from tests.harness.ranks import Ranks
@@ -25,10 +25,11 @@ from tests.harness.specs import cpu_plan, make_spec
 from tests.harness.training import finished
 from workers.run_directory import INTERRUPTED, RunDirectory
 from workers.training.accumulate import divide, reduce_memory
+from workers.training.batches import cut_window, fixed_cost
 from workers.training.budget import Budget
 from workers.training.decision import Verdict
 from workers.training.distributed import launcher
-from workers.training.distributed.partition import partition
+from workers.training.distributed.partition import partition, partition_by_length
 from workers.training.exceptions import CannotTrain
 from workers.training.state import LearnedBudget, RunState
 
@@ -220,6 +221,65 @@ def test_no_rank_works_longer_than_the_best_plus_one_sample(given_: list[int], s
 def test_the_faster_rank_takes_more() -> None:
     taken = partition(np.full(400, 100, dtype=np.int64), [3.0, 1.0])
     assert [len(part) for part in taken] == [300, 100]
+
+
+unequal = st.lists(st.tuples(st.floats(0.05, 1.0), st.integers(16, 8192)), min_size=1, max_size=5)
+
+
+def costs_of(lengths: np.ndarray, taken: list[list[int]], budgets: list[int]) -> list[float]:
+    """What each rank's micro-batches cost, in tokens."""
+    return [
+        sum(int(lengths[part][group].max()) * len(group) + fixed_cost(budget) for group in groups)
+        for part, budget in zip(taken, budgets, strict=True)
+        for groups in [cut_window(lengths[part], TokenBudget(tokens=budget)) if part else []]
+    ]
+
+
+@given(lengths, unequal)
+def test_by_length_every_sample_goes_to_exactly_one_rank(given_: list[int], ranks_: list[Any]) -> None:
+    speeds, budgets = ([each[i] for each in ranks_] for i in (0, 1))
+    taken = partition_by_length(np.array(given_, dtype=np.int64), speeds, budgets)
+    assert len(taken) == len(speeds)
+    assert sorted(position for part in taken for position in part) == list(range(len(given_)))
+
+
+@given(lengths.filter(bool), unequal)
+def test_by_length_no_rank_could_leave_a_sample_to_the_next(given_: list[int], ranks_: list[Any]) -> None:
+    """The slowest rank's time is at most that of any other division in the same order, found by trying all
+    of them for two ranks."""
+    speeds, budgets = ([each[i] for each in ranks_[:2]] for i in (0, 1))
+    ordered = np.sort(np.array(given_, dtype=np.int64))[::-1]
+    taken = partition_by_length(ordered, speeds, budgets)
+    found = max(c / s for c, s in zip(costs_of(ordered, taken, budgets), speeds, strict=True))
+    order = sorted(range(len(speeds)), key=lambda rank: -budgets[rank])
+    least = float("inf")
+    for end in range(len(ordered) + 1) if len(speeds) == 2 else [len(ordered)]:
+        parts: list[list[int]] = [[] for _ in speeds]
+        parts[order[0]] = list(range(end))
+        if len(speeds) == 2:
+            parts[order[1]] = list(range(end, len(ordered)))
+        least = min(least, max(c / s for c, s in zip(costs_of(ordered, parts, budgets), speeds, strict=True)))
+    assert found <= least * 1.003
+
+
+def test_the_rank_with_the_largest_budget_takes_the_longest_samples() -> None:
+    long, short = partition_by_length(np.array([10, 500, 20, 400, 30, 10]), [1.0, 1.0], [512, 1024])[::-1]
+    assert set(long) <= {1, 3}
+    assert set(short) >= {0, 2, 4, 5}
+
+
+def test_what_a_rank_has_already_counts() -> None:
+    first, second = partition_by_length(np.full(40, 10), [1.0, 1.0], [100, 100], head_start=[250.0, 0.0])
+    assert len(first) < len(second)
+
+
+def test_unequal_ranks_pad_less_than_if_each_took_samples_of_all_lengths() -> None:
+    lengths = np.random.default_rng(0).lognormal(4.3, 0.8, 64).astype(np.int64).clip(4, 512)
+    budgets, speeds = [1536, 512], [2.0, 1.0]
+    by_length = costs_of(lengths, partition_by_length(lengths, speeds, budgets), budgets)
+    mixed = costs_of(lengths, partition(lengths, speeds), budgets)
+    times = [max(c / s for c, s in zip(costs, speeds, strict=True)) for costs in (by_length, mixed)]
+    assert times[0] < 0.95 * times[1]
 
 
 def training_of(rules: list[MicroBatchRule], lengths: list[int]) -> Any:

@@ -17,7 +17,16 @@ def window(shares: list[float], speeds: list[float]) -> list[WindowWork]:
     taken = partition(np.array(TOKENS * 4), shares)
     tokens = [sum((TOKENS * 4)[place] for place in own) for own in taken]
     return [
-        WindowWork(len(own), len(own), count, count, count / speed, 0.0, 0)
+        WindowWork(
+            micro_batches=len(own),
+            samples=len(own),
+            tokens=count,
+            cost=count,
+            padded_tokens=count,
+            seconds=count / speed,
+            data_seconds=0.0,
+            peak_bytes=0,
+        )
         for own, count, speed in zip(taken, tokens, speeds, strict=True)
     ]
 

@@ -21,7 +21,7 @@ from workers.training.batch_loader import Indices
 from workers.training.batches import Groups, MicroBatch, needs_parting, tokens_of, without_first
 from workers.training.decision import Observed, Verdict, decide
 from workers.training.distributed.group import Group
-from workers.training.distributed.partition import partition
+from workers.training.distributed.partition import partition, partition_by_length
 from workers.training.distributed.rank_timeout import Cost
 from workers.training.distributed.shares import WindowWork
 from workers.training.exceptions import InterruptionRequested, OtherRankFailed, RanksMustRestart
@@ -228,12 +228,14 @@ def divide(training: TrainingRun, window: Indices, *, measured: bool = False) ->
         head = [budgets[0].draw_first(lengths, _of_all_ranks(rules), first)]
         rest = np.setdiff1d(rest, head[0])
         rules[0] = without_first(rules[0])
-    taken = partition(
-        lengths[rest],
-        training.shares.now,
-        by_length=budgets[0].by_length,
-        head_start=[float(lengths[head[0]].sum()) if head else 0.0, *(0.0 for _ in budgets[1:])],
-    )
+    head_start = [budgets[0].cost(lengths, rules[0], head), *(0.0 for _ in budgets[1:])]
+    tokens = [budget.sorted_tokens(lengths, rule) for budget, rule in zip(budgets, rules, strict=True)]
+    shares = training.shares.now
+    if None in tokens:
+        taken = partition(lengths[rest], shares, by_length=budgets[0].by_length, head_start=head_start)
+    else:
+        sizes = [size for size in tokens if size is not None]
+        taken = partition_by_length(lengths[rest], shares, sizes, head_start=head_start)
     groups = [head, *([] for _ in budgets[1:])]
     for own, budget, rule, part in zip(groups, budgets, rules, taken, strict=True):
         positions = rest[part]
@@ -266,6 +268,7 @@ def _work(
 ) -> tuple[WindowWork, ...]:
     """What each rank did in a window."""
     lengths, group = training.loader.samples.lengths, training.group
+    in_window, budgets = training.loader.lengths(window), training.budgets
     peak = memory.peak(training.replica.device)
     measured = group.all_gather([own.padded_tokens, own.seconds(), own.data_seconds, peak])
     return tuple(
@@ -273,12 +276,13 @@ def _work(
             micro_batches=len(taken),
             samples=sum(map(len, taken)),
             tokens=sum(int(lengths[window[each]].sum()) for each in taken),
+            cost=budget.cost(in_window, budget.rule(training.batch), taken),
             padded_tokens=round(padded),
             seconds=seconds,
             data_seconds=waited,
             peak_bytes=round(most),
         )
-        for taken, (padded, seconds, waited, most) in zip(groups, measured, strict=True)
+        for budget, taken, (padded, seconds, waited, most) in zip(budgets, groups, measured, strict=True)
     )
 
 

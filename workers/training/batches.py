@@ -208,7 +208,7 @@ def _cheapest(ordered: Lengths, tokens: int, rows_at_most: int | None) -> list[t
 
     By dynamic programming from the shortest sample backwards: best[i] is the cost of cutting all from i on.
     """
-    each = tokens * _COST_OF_A_MICRO_BATCH
+    each = fixed_cost(tokens)
     count = len(ordered)
     best, ends = np.zeros(count + 1), np.zeros(count, dtype=np.int64)
     rows = np.arange(1, count + 1)
@@ -222,6 +222,30 @@ def _cheapest(ordered: Lengths, tokens: int, rows_at_most: int | None) -> list[t
         bounds.append((start, int(ends[start])))
         start = bounds[-1][1]
     return bounds
+
+
+def fixed_cost(tokens: int) -> float:
+    """What a micro-batch costs under a token budget, in tokens, besides those that it holds."""
+    return tokens * _COST_OF_A_MICRO_BATCH
+
+
+def costs_of_longest(ordered: Lengths, tokens: int) -> npt.NDArray[np.float64]:
+    """What the first samples cost if they are cut as `_cheapest` does: of shape (samples + 1,), for the first
+    0, 1, 2 … samples. Never falls.
+
+    Args:
+        ordered: lengths in descending order.
+        tokens: the token budget.
+    """
+    each, count = fixed_cost(tokens), len(ordered)
+    costs = np.full(count + 1, np.inf)
+    costs[0] = 0.0
+    rows = np.arange(1, count + 1)
+    for start, longest in enumerate(ordered.tolist()):
+        most = min(count - start, max(1, tokens // longest))
+        ends = costs[start + 1 : start + most + 1]
+        np.minimum(ends, costs[start] + longest * rows[:most] + each, out=ends)
+    return costs
 
 
 def _by_budget(ordered: Lengths, tokens: int, packed: bool, rows: int | None = None) -> list[tuple[int, int]]:

@@ -7,7 +7,15 @@ after many windows that fitted, and the fastest size that a sweep or the tuner f
 import numpy as np
 
 from app.contract.plan import FixedCount, FixedSize, MicroBatchRule, RankPlan, TokenBudget
-from workers.training.batches import Groups, Lengths, cut_window, draw_first, tokens_of
+from workers.training.batches import (
+    Groups,
+    Lengths,
+    cut_window,
+    draw_first,
+    fixed_cost,
+    needs_parting,
+    tokens_of,
+)
 from workers.training.state import LearnedBudget
 
 WINDOWS_BEFORE_GROWTH = 50
@@ -101,6 +109,21 @@ class Budget:
                 return fixed
             count = min(2 * count, len(lengths))
         return groups
+
+    def sorted_tokens(self, lengths: Lengths, rule: MicroBatchRule) -> int | None:
+        """The token budget, if `cut` divides samples in descending length at the lowest cost within it; None
+        if it divides them in another way."""
+        if not isinstance(rule, TokenBudget) or not self.by_length or self.packed or self._rows:
+            return None
+        is_cut_apart = self._isolate_above is not None and needs_parting(lengths, self._isolate_above)
+        return None if is_cut_apart else rule.tokens
+
+    def cost(self, lengths: Lengths, rule: MicroBatchRule, groups: Groups) -> float:
+        """What micro-batches cost, in tokens, when samples are divided among ranks. With a token budget,
+        padding and a fixed cost of each micro-batch count; otherwise, only the samples' tokens."""
+        if (tokens := self.sorted_tokens(lengths, rule)) is None:
+            return float(sum(lengths[group].sum() for group in groups))
+        return sum(tokens_of(lengths[group]) + fixed_cost(tokens) for group in groups)
 
     def _largest_of_several(self, groups: Groups, lengths: Lengths) -> int:
         """Tokens of the largest micro-batch that has several samples, and so could be smaller."""

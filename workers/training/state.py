@@ -145,13 +145,13 @@ class LearnedShares:
     """What the run has learned about the speeds of its ranks (distributed/shares.py)."""
 
     shares: list[float] = field(default_factory=list)
-    """Each rank's share of a window's tokens; empty: the plan's."""
+    """Each rank's share of a window's cost; empty: the plan's."""
     period: int = FIRST_SHARES_PERIOD
     """The number of windows after which shares are calculated again."""
     windows: int = 0
     """Windows measured since."""
     tokens: list[float] = field(default_factory=list)
-    """Tokens that each rank processed in them."""
+    """What each rank processed in them, by its cost in tokens (`Budget.cost`)."""
     seconds: list[float] = field(default_factory=list)
     """Seconds that it took for them."""
 

@@ -13,7 +13,7 @@ from workers.training.state import LearnedShares
 LONGEST_PERIOD = 32
 """Each period is twice as long as the one before, up to this number of windows."""
 
-WORTH_CHANGING = 0.05
+WORTH_CHANGING = 0.03
 """Shares change only if some rank is expected to wait for longer than this share of the window."""
 
 _GROWTH_WITHOUT_WORK = 1.5
@@ -29,6 +29,8 @@ class WindowWork:
     samples: int
     tokens: int
     """Tokens of its samples, without padding."""
+    cost: float
+    """What its micro-batches cost, in tokens, as it is counted when samples are divided (`Budget.cost`)."""
     padded_tokens: int
     seconds: float
     """Seconds of its device from the first micro-batch to the end of the last one."""
@@ -93,7 +95,7 @@ class Shares:
         if not self._is_warm:  # the first window also loads libraries and chooses kernels
             self._is_warm = True
             return None
-        learned.add([each.tokens for each in work], [each.seconds for each in work])
+        learned.add([each.cost for each in work], [each.seconds for each in work])
         if learned.windows < learned.period:
             return None
         shares = by_speed(self.now, learned.tokens, learned.seconds)
