@@ -9,6 +9,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from sqlalchemy import make_url
 from sqlalchemy.exc import ArgumentError
 
+from app.contract.labels import parse_labels
 from app.errors import BadSetting
 from app.planning.devices import Device, parse_declared
 
@@ -41,6 +42,9 @@ class Settings(BaseSettings):
         None, description="Training files that requests may name: a file's name is a dataset's name"
     )
     gpus: str = Field("", description="Declared devices for planning, separated by commas: 24GB,A100-80GB")
+    worker_labels: str = Field(
+        "", description="Labels of this machine's workers, which jobs may require: zone=a,gpu_type=H100"
+    )
     offline: bool = Field(False, description="Never ask the hub for a model")
     trusted_proxies: str = Field(
         "",
@@ -147,6 +151,12 @@ class Settings(BaseSettings):
         parse_declared([phrase for phrase in value.split(",") if phrase.strip()])
         return value
 
+    @field_validator("worker_labels")
+    @classmethod
+    def _labels_are_understood(cls, value: str) -> str:
+        parse_labels(value)
+        return value
+
     @field_validator("rate_limit_storage")
     @classmethod
     def _redis_client_is_installed(cls, value: str) -> str:
@@ -181,6 +191,11 @@ class Settings(BaseSettings):
     def declared_devices(self) -> list[Device]:
         """The devices of ACCRUE_GPUS, numbered from 0."""
         return parse_declared([phrase for phrase in self.gpus.split(",") if phrase.strip()])
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """The labels of ACCRUE_WORKER_LABELS."""
+        return parse_labels(self.worker_labels)
 
     @property
     def resolved_database_url(self) -> str:

@@ -89,11 +89,12 @@ class LeaseKeeper:
         worker_id: str,
         running: Callable[[], list[Running]],
         devices: Callable[[], list[Device]],
+        labels: Callable[[], dict[str, str]],
     ) -> None:
         self._settings = settings
         self._worker_id = worker_id
         self._running = running
-        self._devices = devices
+        self._devices, self._labels = devices, labels
         self._started_at = time.time()
         self._stopped = threading.Event()
         self._threads: list[threading.Thread] = []
@@ -184,6 +185,7 @@ class LeaseKeeper:
             heartbeat_at=0.0,
             devices=[_as_row(device) for device in self._devices()],
             running=[running.fence.job_id for running in self._running() for _ in running.devices],
+            labels=self._labels(),
         )
 
 

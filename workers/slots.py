@@ -1,6 +1,8 @@
 """This machine's devices as slots for trainers, and the devices that are temporarily excluded."""
 
+import socket
 import time
+from collections.abc import Sequence
 
 import structlog
 
@@ -20,6 +22,14 @@ nvidia-smi may just have failed to answer."""
 
 _SILENT_SECONDS = 60.0
 """Seconds without an answer of nvidia-smi after which no job is started on a GPU."""
+
+
+def labels_of(devices: Sequence[Device]) -> dict[str, str]:
+    """The labels that every worker has: `hostname`, and `gpu_type`, the name of its GPUs, or cpu. If they are
+    of several types, `gpu_type` is missing."""
+    types = {device.name if device.kind == "cuda" else "cpu" for device in devices}
+    known = {"hostname": socket.gethostname()}
+    return known | {"gpu_type": "".join(types)} if len(types) == 1 else known
 
 
 class Slots:

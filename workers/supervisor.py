@@ -38,7 +38,7 @@ from workers.launch import Launcher, why_not_started
 from workers.leases import DELETE_WORKER_AFTER_SECONDS, LeaseKeeper, Running
 from workers.profiler_process import ProfilerProcess
 from workers.run_directory import DISK_FULL_FAILURE, DamagedRunDirectory
-from workers.slots import Slots
+from workers.slots import Slots, labels_of
 from workers.temperature import Heat
 
 log = structlog.get_logger("accrue.worker")
@@ -78,7 +78,13 @@ class Supervisor:
         self.locks = DeviceLocks(self.settings)
         self.reservations = placement.Reservations()
         self.launcher = Launcher(self.settings, self.database)
-        self.leases = LeaseKeeper(self.settings, self.id, lambda: list(self.running), self.slots.available)
+        self.leases = LeaseKeeper(
+            self.settings, self.id, lambda: list(self.running), self.slots.available, self.labels
+        )
+
+    def labels(self) -> dict[str, str]:
+        """The worker's labels: what can be told of its machine, and the labels of its settings."""
+        return {**labels_of(self.slots.available()), **self.settings.labels}
 
     def run(self) -> None:
         """Runs until it is stopped; then stops the trainers and returns their jobs to the queue."""
@@ -255,10 +261,9 @@ class Supervisor:
         busy = [device.id for device in self.slots.usable() if device.id not in offered_ids]
         most = self._most_devices(session)
         if not self.settings.trainer_network:  # each job trains on one device
-            return [(free, _offer(free, shrink_above=1))]
-        wanted = placement.needs(
-            session, self.settings.reserve_after_seconds, [*(device.id for device in free), *busy], most
-        )
+            return [(free, self._offer(free, shrink_above=1))]
+        there = [*(device.id for device in free), *busy]
+        wanted = placement.needs(session, self.settings.reserve_after_seconds, there, most, self.labels())
         left = placement.seconds_left(session, [each.fence.job_id for each in own.values()]) if wanted else {}
         expected = {device: left.get(each.fence.job_id, 0.0) for device, each in own.items()}
         found = placement.tiers(
@@ -270,10 +275,19 @@ class Supervisor:
         self.reservations.note(found)
         shrink_above = MAX_DEVICES if busy else most
         return [
-            (offered, _offer(offered, tier.before_place, shrink_above if offered == free else MAX_DEVICES))
+            (
+                offered,
+                self._offer(offered, tier.before_place, shrink_above if offered == free else MAX_DEVICES),
+            )
             for tier in found
             if (offered := [device for device in free if device.id in tier.devices])
         ]
+
+    def _offer(
+        self, devices: Sequence[Device], before_place: float = inf, shrink_above: int = MAX_DEVICES
+    ) -> Offer:
+        gpu_ids = tuple(device.id for device in devices if isinstance(device.id, int))
+        return Offer(len(devices), gpu_ids, before_place, shrink_above, self.labels())
 
     def _most_devices(self, session: Session) -> int:
         """This worker's number of devices if no worker has more; otherwise `MAX_DEVICES`, which is more than
@@ -389,11 +403,6 @@ class Supervisor:
                 message = f"{type(error).__name__} in the worker: see the worker's log"
                 running.broken = Failure(code="worker_error", message=message, permanent=False)
                 running.trainer.kill()
-
-
-def _offer(devices: Sequence[Device], before_place: float = inf, shrink_above: int = MAX_DEVICES) -> Offer:
-    gpu_ids = tuple(device.id for device in devices if isinstance(device.id, int))
-    return Offer(len(devices), gpu_ids, before_place, shrink_above)
 
 
 def _transient_reason(error: Exception) -> str | None:

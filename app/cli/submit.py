@@ -63,6 +63,14 @@ def submit(
         str | None,
         typer.Option(help="Number of devices (of one worker), or auto; default: 1", metavar="NUMBER"),
     ] = None,
+    require: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A label that the job's worker must have, such as zone=a; may be repeated",
+            metavar="NAME=VALUE",
+            show_default=False,
+        ),
+    ] = None,
     column: Columns = None,
     settings: Settings = None,
     tune: Annotated[
@@ -94,6 +102,7 @@ def submit(
     more = {
         "accumulation_steps": steps, "num_gpus": _devices(num_gpus), "dry_run": dry_run,
         "tune": {True: "first", False: "off", None: None}[tune],
+        "requirements": _labels(require),
     }  # fmt: skip
     with Client(url) as client:
         job = _submit(client, file, model, batch, dataset, training, more, settings, columns_of(column))
@@ -105,6 +114,15 @@ def submit(
             show_plan(job)
         if watch_it and not dry_run:
             sys.exit(follow(client, job["id"]))
+
+
+def _labels(given: list[str] | None) -> dict[str, str] | None:
+    """The labels of --require; None if none are given."""
+    parts = [each.partition("=") for each in given or ()]
+    for name, equals, value in parts:
+        if not (name and equals and value):
+            raise typer.BadParameter(f"{name!r} is not of the form NAME=VALUE", param_hint="--require")
+    return {name: value for name, _, value in parts} or None
 
 
 def _devices(given: str | None) -> int | str | None:

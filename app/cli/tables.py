@@ -149,13 +149,14 @@ def show_gpus(seen: dict[str, Any], workers: list[dict[str, Any]]) -> None:
     console.print(gpus if seen["gpu_info"] else "No GPU was detected on the service's machine.")
     for gpu in seen["declared"]:
         console.print(f"declared: {gpu['gpu_id']} {gpu['name']}, {format_bytes(gpu['memory_total_bytes'])}")
-    table = Table("worker", "state", "devices", "running", box=None)
+    table = Table("worker", "state", "devices", "labels", "running", box=None)
     for worker in workers:
         devices = ", ".join(
             f"{each['name']} {format_bytes(each['memory_bytes'])}" for each in worker["devices"]
         )
         state = "alive" if worker["alive"] else "silent"
-        table.add_row(worker["hostname"], state, devices, ", ".join(worker["running"]) or "-")
+        labels = ", ".join(f"{name}={value}" for name, value in worker["labels"].items())
+        table.add_row(worker["hostname"], state, devices, labels, ", ".join(worker["running"]) or "-")
     console.print(table if workers else "No worker has connected yet: start one with accrue worker")
 
 

@@ -21,6 +21,7 @@ _BY = {"formula": "by formula", "simulated": "by simulation", "measured": "by me
 
 _REASONS = {
     "no_worker": "no worker is running",
+    "no_matching_worker": "no worker has the required labels",
     "no_free_gpu": "not enough free devices",
     "retry_delay": "waiting to retry",
     "starting": "waiting for a worker to claim it",

@@ -1,10 +1,12 @@
 """The live workers, by their heartbeats."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 from sqlalchemy import delete, or_, select
 
+from app.contract.labels import meets
 from app.planning.devices import Device
 from app.storage.database import database_now
 from app.storage.session import Session
@@ -12,6 +14,8 @@ from app.storage.tables import Worker
 
 SILENT_SECONDS = 30.0
 """A worker without a heartbeat for this long counts as gone."""
+
+_NO_LABELS: Mapping[str, str] = MappingProxyType({})
 
 
 def beat(session: Session, worker: Worker) -> None:
@@ -25,6 +29,7 @@ def beat(session: Session, worker: Worker) -> None:
             heartbeat_at=now,
             devices=worker.devices,
             running=worker.running,
+            labels=worker.labels or {},
         )
     )
 
@@ -34,11 +39,15 @@ def any_alive(session: Session) -> bool:
     return session.scalar(alive.limit(1)) is not None
 
 
-def devices_by_worker(session: Session) -> list[list[Device]]:
-    """The devices of each live worker that has any: first of those with GPUs, then of those with the most
-    devices."""
+def devices_by_worker(session: Session, requirements: Mapping[str, str] = _NO_LABELS) -> list[list[Device]]:
+    """The devices of each live worker that has any, and the required labels: first of those with GPUs, then
+    of those with the most devices."""
     alive = select(Worker).where(Worker.heartbeat_at > database_now() - SILENT_SECONDS).order_by(Worker.id)
-    found = [[Device(**device) for device in worker.devices] for worker in session.scalars(alive)]
+    found = [
+        [Device(**device) for device in worker.devices]
+        for worker in session.scalars(alive)
+        if meets(worker.labels, requirements)
+    ]
     return sorted(filter(None, found), key=lambda own: (own[0].kind != "cuda", -len(own)))
 
 

@@ -72,6 +72,7 @@ def list_workers(session: Reading) -> Page[WorkerResponse]:
             last_heartbeat_at=int(row.heartbeat_at),
             alive=row.heartbeat_at > now - SILENT_SECONDS,
             devices=row.devices,
+            labels=row.labels,
             running=[job_id if job_id in own else ANOTHER_KEYS_JOB for job_id in dict.fromkeys(row.running)],
         )
         for row in rows

@@ -38,3 +38,4 @@ class WorkerResponse(ResponseModel):
     alive: bool
     devices: list[dict[str, Any]]
     running: list[str]
+    labels: dict[str, str]

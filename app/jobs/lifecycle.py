@@ -4,7 +4,7 @@ The states and the edges between them are drawn in transitions.py. The caller ow
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from sqlalchemy import JSON, and_, delete, func, insert, select
@@ -48,6 +48,8 @@ class Submission:
     """The number of devices that the job trains on."""
     gpu_ids: tuple[int, ...] = ()
     """The only GPUs that may run the job; empty: any device."""
+    requirements: dict[str, str] = field(default_factory=dict)
+    """The labels that a worker must have to run the job."""
 
 
 _COLUMNS = Job.__table__.columns
@@ -84,6 +86,7 @@ def submit(session: Session, submission: Submission) -> Job:
         "plan": submission.plan.model_dump(mode="json"),
         "device_count": submission.device_count,
         "gpu_mask": gpu_mask(submission.gpu_ids),
+        "requirements": json.dumps(submission.requirements, sort_keys=True),
         "attempt": 0,
         "failures": 0,
         "checkpoint_step": 0,
@@ -246,6 +249,7 @@ def retry(session: Session, job_id: str) -> Job:
         webhook_url=job.webhook_url,
         device_count=job.device_count,
         gpu_ids=gpus_of(job.gpu_mask),
+        requirements=json.loads(job.requirements),
     )
     return submit(session, again)
 

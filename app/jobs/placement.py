@@ -6,19 +6,23 @@ expected to become free first. The reservation begins only when the job has alre
 it is still expected to wait. Even if the expectation was wrong, the reservation covers at most half of
 the job's total wait, so no job keeps devices idle for longer."""
 
+import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
+from types import MappingProxyType
 
-from sqlalchemy import and_, case, or_, select
+from sqlalchemy import and_, case, literal, or_, select
 
-from app.jobs.queue import gpu_mask, gpus_of
+from app.jobs.queue import gpu_mask, gpus_of, meets
 from app.storage.database import database_now
 from app.storage.session import Session
 from app.storage.tables import Attempt, Job
 
 DeviceId = int | str
+
+_NO_LABELS: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -86,13 +90,20 @@ _MAX_NEEDS = 100
 """The maximum number of jobs for which a worker keeps devices at once."""
 
 
-def needs(session: Session, after_seconds: float, devices: Sequence[DeviceId], most: int) -> list[Need]:
+def needs(
+    session: Session,
+    after_seconds: float,
+    devices: Sequence[DeviceId],
+    most: int,
+    labels: Mapping[str, str] = _NO_LABELS,
+) -> list[Need]:
     """The first queued jobs that need several devices, have waited for some time, and can train on a worker.
 
     Args:
         after_seconds: how long they must have waited.
         devices: the worker's devices, free or not.
         most: jobs that need more devices than this can train on fewer.
+        labels: the worker's.
     """
     there = gpu_mask(device for device in devices if isinstance(device, int))
     queued_at = case((Job.not_before > Job.created_at, Job.not_before), else_=Job.created_at)
@@ -104,6 +115,7 @@ def needs(session: Session, after_seconds: float, devices: Sequence[DeviceId], m
             Job.device_count > 1,
             or_(Job.device_count <= len(devices), Job.device_count > most),
             Job.gpu_mask.bitwise_and(there) == Job.gpu_mask,
+            meets(literal(json.dumps(dict(labels))), session.get_bind().dialect.name),
             queued_at <= database_now() - after_seconds,
         )
         .order_by(Job.place, Job.id)

@@ -3,20 +3,24 @@
 The states and the edges between them are drawn in transitions.py. The caller owns the transaction.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
 from sqlalchemy import (
     BigInteger,
     BindParameter,
+    ColumnElement,
     Double,
     Integer,
     String,
     and_,
     bindparam,
     case,
+    cast,
+    exists,
     func,
     insert,
     literal,
@@ -24,6 +28,7 @@ from sqlalchemy import (
     select,
     update,
 )
+from sqlalchemy.dialects.postgresql import JSONB
 
 from app.contract.plan import Plan
 from app.contract.reports import Failure, Level
@@ -74,9 +79,33 @@ class Offer:
     shrink_above: int = MAX_DEVICES
     """Jobs that need more devices than this may start, too, on the devices offered: no worker has as many as
     they request."""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """The worker's labels."""
 
 
 ONE_DEVICE = Offer(1)
+
+
+def meets(labels: ColumnElement[str], dialect: str) -> ColumnElement[bool]:
+    """Whether a worker has the labels that a job requires.
+
+    Args:
+        labels: the worker's, as JSON.
+        dialect: the database's.
+    """
+    if dialect == "postgresql":
+        has_all: ColumnElement[bool] = cast(labels, JSONB).contains(cast(Job.requirements, JSONB))
+    else:
+        required = func.json_each(Job.requirements).table_valued("key", "value", name="required")
+        own = func.json_each(labels).table_valued("key", "value", name="own")
+        has_it = exists(
+            select(1)
+            .select_from(own)
+            .where(own.c.key == required.c.key, own.c.value == required.c.value)
+            .correlate(required)
+        )
+        has_all = ~exists(select(1).select_from(required).where(~has_it))
+    return or_(Job.requirements == "{}", has_all)
 
 
 def _claim(dialect: str) -> Any:
@@ -89,6 +118,7 @@ def _claim(dialect: str) -> Any:
         ),
         jobs.c.gpu_mask.bitwise_and(free_gpus) == jobs.c.gpu_mask,
         jobs.c.place < bindparam("before_place", type_=Double),
+        meets(bindparam("labels", type_=String), dialect),
     )
     following = (
         select(jobs.c.id)
@@ -136,6 +166,7 @@ def claim(
         "lease_seconds": lease_seconds,
         "free_devices": free.devices,
         "free_gpus": gpu_mask(free.gpu_ids),
+        "labels": json.dumps(dict(free.labels)),
         "before_place": free.before_place,
         "shrink_above": free.shrink_above,
     }

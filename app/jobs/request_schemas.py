@@ -6,6 +6,7 @@ from pydantic import BeforeValidator, Field, StringConstraints, model_validator
 
 from app.contract.accumulation import MAX_ACCUMULATION_STEPS, AccumulationConfig
 from app.contract.base import Flag, Request, ShortText
+from app.contract.labels import Labels
 from app.contract.model_reference import StartingModel
 from app.contract.spec import (
     GradientCompression,
@@ -175,6 +176,14 @@ class JobOptions(AccumulationConfig):
         False,
         description="parallel_independent: average the models' weights at the end; false: the job's model is "
         "the one with the lowest loss",
+    )
+    requirements: Labels = Field(
+        default_factory=dict,
+        description="Labels that the job's worker must have, such as zone: a (ACCRUE_WORKER_LABELS); every "
+        "worker has hostname, and gpu_type, the name of its GPUs",
+    )
+    executor: Literal["local"] = Field(
+        "local", description="What runs the job: local, a worker of this service; there is no other so far"
     )
     user_id: UserId | None = Field(None, description="A label to filter by")
     priority: int = Field(0, ge=-100, le=100, description="Higher goes first")

@@ -95,7 +95,7 @@ class ResultResponse(ResponseModel):
     """The results of independent replicas; null: the devices trained one model."""
 
 
-Reason = Literal["no_worker", "no_free_gpu", "retry_delay", "starting"]
+Reason = Literal["no_worker", "no_matching_worker", "no_free_gpu", "retry_delay", "starting"]
 
 
 class Waiting(ResponseModel):
@@ -130,6 +130,7 @@ class JobResponse(ResponseModel):
     model_name: str
     user_id: int | str | None
     metadata: dict[str, str]
+    requirements: dict[str, str] = Field(description="Labels that the job's worker must have")
     priority: int
     attempt: int
     config: dict[str, Any]

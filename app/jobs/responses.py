@@ -1,5 +1,6 @@
 """Turns a job's row into the API's answer."""
 
+import json
 from typing import Any
 
 from app.contract.plan import Plan
@@ -42,6 +43,7 @@ def job_answer(waiting_reasons: WaitingReasons, job: Job) -> JobResponse:
         model_name=job.model_name,
         user_id=job.user_id,
         metadata=job.labels,
+        requirements=json.loads(job.requirements),
         priority=job.priority,
         attempt=job.attempt,
         config=job.config,

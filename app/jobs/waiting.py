@@ -1,11 +1,13 @@
 """Why a job waits, and where it stands in the queue."""
 
+import json
 from collections import Counter
 from functools import cached_property
 from typing import NamedTuple
 
-from sqlalchemy import BindParameter, Connection, and_, bindparam, case, func, or_, select
+from sqlalchemy import BindParameter, Connection, String, and_, bindparam, case, cast, func, or_, select
 
+from app.contract.labels import meets
 from app.devices.live_workers import SILENT_SECONDS
 from app.jobs.response_schemas import Reason, Waiting
 from app.storage.compiled import Prepared
@@ -54,6 +56,11 @@ class WaitingReasons:
         ((now, alive, free, most),) = _WORKERS.run(self._where, {})
         return _Workers(float(now), alive, free or 0, most or 0)
 
+    @cached_property
+    def _labels(self) -> list[dict[str, str]]:
+        """The labels of each live worker."""
+        return [json.loads(labels) for (labels,) in _LABELS.run(self._where, {})]
+
     def of(self, job: Job) -> Waiting | None:
         """Why a job waits and its queue position; None if it does not wait."""
         if job.status != "queued":
@@ -61,7 +68,7 @@ class WaitingReasons:
         self._mark = self._position_of(job)
         later = job.not_before > self._workers.now
         return Waiting(
-            reason=self._reason(later=later, devices=job.device_count),
+            reason=self._reason(later=later, devices=job.device_count, requirements=job.requirements),
             queue_position=self._mark.ahead + 1,
             predicted_start=int(job.not_before) + 1 if later else None,
         )
@@ -81,13 +88,15 @@ class WaitingReasons:
     def by_reason(self) -> dict[Reason, int]:
         """The number of waiting jobs by reason; reasons without jobs are left out."""
         counted: Counter[Reason] = Counter()
-        for later, jobs in _BY_TIME.run(self._where, {}):
-            counted[self._reason(later=bool(later))] += jobs
+        for later, requirements, jobs in _BY_TIME.run(self._where, {}):
+            counted[self._reason(later=bool(later), requirements=requirements)] += jobs
         return counted
 
-    def _reason(self, *, later: bool, devices: int = 1) -> Reason:
+    def _reason(self, *, later: bool, devices: int = 1, requirements: str = "{}") -> Reason:
         if not self._workers.alive:
             return "no_worker"
+        if requirements != "{}" and not any(meets(own, json.loads(requirements)) for own in self._labels):
+            return "no_matching_worker"
         if later:
             return "retry_delay"
         needed = max(1, min(devices, self._workers.most))
@@ -135,8 +144,13 @@ def _workers(dialect: str) -> object:
 
 def _by_time(dialect: str) -> object:
     later = case((Job.not_before > database_now(), 1), else_=0)
-    return select(later, func.count()).where(Job.status == "queued").group_by(later)
+    columns = (later, Job.requirements)
+    return select(*columns, func.count()).where(Job.status == "queued").group_by(*columns)
+
+
+def _labels(dialect: str) -> object:
+    return select(cast(Worker.labels, String)).where(Worker.heartbeat_at > database_now() - SILENT_SECONDS)
 
 
 _AHEAD, _BETWEEN = Prepared(_ahead), Prepared(_between)
-_WORKERS, _BY_TIME = Prepared(_workers), Prepared(_by_time)
+_WORKERS, _BY_TIME, _LABELS = Prepared(_workers), Prepared(_by_time), Prepared(_labels)

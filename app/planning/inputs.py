@@ -4,7 +4,7 @@ The plan of a submission is a prediction; the worker plans again with what is kn
 """
 
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 from app.contract.architecture import Architecture
@@ -74,9 +74,10 @@ class PlanningInputs:
         """See `live_workers.machines_with_gpus`."""
         return self._found("machines", live_workers.machines_with_gpus)
 
-    def devices_by_worker(self) -> list[list[Device]]:
+    def devices_by_worker(self, requirements: Mapping[str, str]) -> list[list[Device]]:
         """See `live_workers.devices_by_worker`."""
-        return self._found("devices", live_workers.devices_by_worker)
+        key = ("devices", tuple(sorted(requirements.items())))
+        return self._found(key, live_workers.devices_by_worker, requirements)
 
     def margin(self, device: Literal["cpu", "cuda"]) -> float | None:
         """See `measurements.margin`."""

@@ -115,6 +115,8 @@ class Job(Owned, Base):
     """The number of devices that the job trains on."""
     gpu_mask: Mapped[int] = mapped_column(BigInteger, server_default="0")
     """The only GPUs that may run the job: bit n for GPU n; 0 for any device."""
+    requirements: Mapped[str] = mapped_column(server_default="{}")
+    """The labels that a worker must have, as JSON; {} for none."""
     failures: Mapped[int]
     """Crashes since the last checkpoint with progress."""
     checkpoint_step: Mapped[int]
@@ -335,6 +337,7 @@ class Worker(Base):
     heartbeat_at: Mapped[float]
     devices: Mapped[list[Any]]
     running: Mapped[list[Any]]
+    labels: Mapped[dict[str, Any]] = mapped_column(server_default="{}")
 
 
 class StoredProfile(Base):

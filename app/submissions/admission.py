@@ -108,7 +108,7 @@ def check(
     if spec.model.job_id is not None or spec.model.layers:
         with inputs.database.reading() as session:
             parent_jobs.check_available(session, spec)
-    check_that_workers_can(spec, inputs)
+    check_that_workers_can(spec, requested.requirements, inputs)
     measured, measuring = (None, None) if uploaded is None else _lengths(spec, inputs)
     sample_length = sample_length_of(spec, measured)
     profile_key = _profile_key(spec, base, devices.planned[0], sample_length)
@@ -122,8 +122,9 @@ def check(
         recipe = recipe_of_rank(profile_key.recipe, len(plan.ranks), plan.strategy, plan.zero_stage)
         profile_key = replace(profile_key, recipe=recipe)
         inputs.request_profile(profile_key)
-    if (warning := requested.sharing().warning) is not None:
-        plan = plan.model_copy(update={"warnings": (*plan.warnings, warning)})
+    warnings = tuple(filter(None, (requested.sharing().warning, devices.warning)))
+    if warnings:
+        plan = plan.model_copy(update={"warnings": (*plan.warnings, *warnings)})
     submission = Submission(
         spec=spec,
         plan=plan,
@@ -138,6 +139,7 @@ def check(
         webhook_url=_webhook(requested, settings),
         device_count=devices.needed,
         gpu_ids=tuple(requested.gpu_ids or ()),
+        requirements=requested.requirements,
     )
     tokens = None if predicted is None else predicted.tokens
     return AdmittedRequest(submission, own_data, speed, tokens, profile_key, measuring)

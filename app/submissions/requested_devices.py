@@ -1,7 +1,9 @@
 """The devices that a request asks for, and those that its plan is for."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
+from app.contract.labels import labels_text
 from app.contract.spec import Spec
 from app.devices import gpus
 from app.devices.gpus import select_devices
@@ -23,10 +25,12 @@ class RequestedDevices:
     """Those that the plan is for; fewer than requested if no worker has as many."""
     needed: int
     """How many free devices a worker needs to start the job."""
+    warning: str | None = None
+    """Why no worker can start the job now, although there are workers."""
 
     def first(self, count: int) -> "RequestedDevices":
         """Only the first `count` of the planned devices."""
-        return RequestedDevices(self.requested, self.planned[:count], count)
+        return replace(self, planned=self.planned[:count], needed=count)
 
 
 def devices_of(
@@ -42,7 +46,7 @@ def devices_of(
     Raises:
         Unprocessable: no worker has a named GPU, or several machines have a GPU of that number.
     """
-    by_worker = inputs.devices_by_worker()
+    by_worker, warning = _workers_for(requested.requirements, inputs)
     there = gpus.for_planning(settings.declared_devices, inputs.gpus())
     if requested.gpu_ids is not None:
         machines = inputs.machines_with_gpus()
@@ -61,10 +65,10 @@ def devices_of(
                 "gpu_ids: no single worker has all of these GPUs, and a job trains on those of one worker.",
                 field="gpu_ids",
             )
-        return RequestedDevices(len(named), named, len(named))
+        return RequestedDevices(len(named), named, len(named), warning)
     available = by_worker[0] if by_worker else there
     if requested.num_gpus == "auto":
-        return RequestedDevices(1, list(available), len(available))
+        return RequestedDevices(1, list(available), len(available), warning)
     if requested.accumulation_steps_by_device is not None:
         count = len(requested.accumulation_steps_by_device)
     elif requested.num_gpus is not None:
@@ -74,16 +78,29 @@ def devices_of(
         count = len(available) if requested.use_multi_gpu else count
     enough = next((own for own in by_worker if len(own) >= count), available)
     planned = enough[:count]
-    return RequestedDevices(count, planned, len(planned) if by_worker else count)
+    return RequestedDevices(count, planned, len(planned) if by_worker else count, warning)
 
 
-def check_that_workers_can(spec: Spec, inputs: PlanningInputs) -> None:
-    """Checks that a worker's devices can train the spec; without any worker, nothing is checked.
+def _workers_for(
+    requirements: Mapping[str, str], inputs: PlanningInputs
+) -> tuple[list[list[Device]], str | None]:
+    """The devices of each worker that has the required labels; if there is none, those of all workers, and a
+    warning."""
+    found = inputs.devices_by_worker(requirements)
+    others = inputs.devices_by_worker({}) if requirements and not found else []
+    if not others:
+        return found, None
+    return others, f"no running worker has the labels {labels_text(requirements)}: the job waits for one"
+
+
+def check_that_workers_can(spec: Spec, requirements: Mapping[str, str], inputs: PlanningInputs) -> None:
+    """Checks that the devices of a worker with the required labels can train the spec; without any such
+    worker, nothing is checked.
 
     Raises:
         Unprocessable: no worker has a device that the method or the optimizer needs.
     """
-    of_workers = [device for own in inputs.devices_by_worker() for device in own]
+    of_workers = [device for own in inputs.devices_by_worker(requirements) for device in own]
     kinds = {device.kind for device in of_workers}
     why = [] if "cuda" in kinds else unsupported(
         "cpu", quantised=spec.method.name == "qlora", optimizer=spec.optimizer.name

@@ -4,8 +4,11 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
+from app.devices import live_workers
+from app.devices.gpus import cpu_devices
 from app.main import create_app
 from app.settings import Settings
+from app.storage.tables import Worker
 from tests.harness.requests import JOB, PATH, submit
 
 
@@ -459,6 +462,45 @@ def test_each_device_has_the_accumulation_steps_requested_for_it(client: TestCli
         {"rule": "count", "micro_batches": 1},
     ]
     assert [rank["share_of_tokens"] for rank in plan["ranks"]] == [0.75, 0.25]
+
+
+def test_a_job_is_planned_for_a_worker_with_the_required_labels(client: TestClient, database: Any) -> None:
+    with database.writing() as session:
+        for name, count in (("a", 1), ("b", 3)):
+            devices = [vars(device) for device in cpu_devices(count)]
+            own = Worker(
+                id=f"worker-{name}", hostname=name, devices=devices, running=[], labels={"zone": name}
+            )
+            live_workers.beat(session, own)
+    ranks = {
+        zone: len(submit(client, use_multi_gpu=True, requirements={"zone": zone})["plan"]["ranks"])
+        for zone in ("a", "b")
+    }
+    assert ranks == {"a": 1, "b": 3}
+    nowhere = submit(client, use_multi_gpu=True, requirements={"zone": "c"})
+    assert "no running worker has the labels zone=c" in nowhere["plan"]["warnings"][-1]
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"requirements": {"zone": 5}}, "requirements"),
+        ({"requirements": {"a b": "c"}}, "requirements"),
+        ({"requirements": {"zone": "a,b"}}, "requirements"),
+        ({"requirements": {f"n{i}": "1" for i in range(17)}}, "requirements"),
+        ({"executor": "ray"}, "executor"),
+    ],
+)
+def test_other_requirements_and_executors_are_rejected(
+    client: TestClient, fields: dict[str, Any], named: str
+) -> None:
+    answer = client.post(f"{PATH}/with-accumulation", json={**JOB, **fields})
+    assert answer.status_code == 422
+    assert named in answer.json()["error"]["message"] + str(answer.json()["error"].get("param"))
+
+
+def test_the_local_executor_is_the_default(client: TestClient) -> None:
+    assert submit(client, executor="local")["requirements"] == {}
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The state machine, on a real database."""
 
+import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -365,6 +366,41 @@ def test_a_job_pinned_to_a_gpu_runs_only_there(database: Database) -> None:
     with database.writing() as session:
         assert queue.claim(session, "worker-1", 15.0, Offer(1, (0,))) is None
         assert queue.claim(session, "worker-1", 15.0, Offer(2, (1, 2))) == Fence(job_id, 1, "worker-1")
+
+
+@pytest.mark.parametrize(
+    ("required", "labels", "meets"),
+    [
+        ({}, {}, True),
+        ({}, {"zone": "a"}, True),
+        ({"zone": "a"}, {}, False),
+        ({"zone": "a"}, {"zone": "b"}, False),
+        ({"zone": "a"}, {"zone": "a", "gpu_type": "H100"}, True),
+        ({"zone": "a", "disk": "ssd"}, {"zone": "a"}, False),
+        ({"a.b/c": 'it\'s "50 %" é'}, {"a.b/c": 'it\'s "50 %" é'}, True),
+        ({"n": "1"}, {"n": "1.0"}, False),
+    ],
+)
+def test_a_job_starts_only_on_a_worker_with_the_required_labels(
+    database: Database, required: dict[str, str], labels: dict[str, str], meets: bool
+) -> None:
+    job_id = submitted(database, requirements=required)
+    with database.writing() as session:
+        claimed = queue.claim(session, "worker-1", 15.0, Offer(1, labels=labels))
+    assert claimed == (Fence(job_id, 1, "worker-1") if meets else None)
+
+
+def test_a_job_that_no_worker_may_run_lets_others_pass(database: Database) -> None:
+    submitted(database, requirements={"zone": "b"})
+    other = submitted(database)
+    assert claim(database) == Fence(other, 1, "worker-1")
+
+
+def test_a_retried_job_requires_the_same_labels(database: Database) -> None:
+    job_id = submitted(database, requirements={"zone": "b"})
+    in_transaction(database, lifecycle.cancel, job_id)
+    again = in_transaction(database, lifecycle.retry, job_id)
+    assert json.loads(again.requirements) == {"zone": "b"}
 
 
 def test_a_job_starts_where_enough_devices_are_free(database: Database) -> None:

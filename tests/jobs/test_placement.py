@@ -240,6 +240,15 @@ def test_the_queue_tells_which_jobs_need_devices(database: Database) -> None:
         assert needs(session, 60, [0], most=8) == []
 
 
+def test_devices_are_kept_only_for_jobs_that_the_worker_may_run(database: Database) -> None:
+    submitted(database, device_count=2, requirements={"zone": "b"})
+    with database.writing() as session:
+        session.execute(update(Job).values(created_at=Job.created_at - 100))
+    with database.reading() as session:
+        assert needs(session, 60, [0, 1], most=2, labels={"zone": "a"}) == []
+        assert len(needs(session, 60, [0, 1], most=2, labels={"zone": "b", "disk": "ssd"})) == 1
+
+
 def test_a_pause_does_not_count_as_waiting(database: Database) -> None:
     paused = submitted(database, device_count=2)
     with database.writing() as session:

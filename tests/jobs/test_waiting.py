@@ -53,9 +53,23 @@ def test_devices_of_different_workers_do_not_add_up(database: Database) -> None:
     assert found == {1: "starting", 2: "no_free_gpu", 3: "no_free_gpu"}
 
 
-def worker_with(devices: int, name: str = "worker-1") -> Worker:
+def test_a_job_waits_for_a_worker_with_the_required_labels(database: Database) -> None:
+    job_id = submitted(database, requirements={"zone": "b"})
+    assert reason_of(database, job_id) == "no_worker"
+    with database.writing() as session:
+        live_workers.beat(session, worker_with(1, zone="a"))
+    assert reason_of(database, job_id) == "no_matching_worker"
+    submitted(database)
+    with database.reading() as session:
+        assert WaitingReasons(session).by_reason() == {"no_matching_worker": 1, "starting": 1}
+    with database.writing() as session:
+        live_workers.beat(session, worker_with(1, "worker-2", zone="b"))
+    assert reason_of(database, job_id) == "starting"
+
+
+def worker_with(devices: int, name: str = "worker-1", **labels: str) -> Worker:
     found = [vars(device) for device in cpu_devices(devices)]
-    return Worker(id=name, hostname="here", devices=found, running=[])
+    return Worker(id=name, hostname="here", devices=found, running=[], labels=labels)
 
 
 def reason_of(database: Database, job_id: str) -> str:

@@ -11,6 +11,7 @@ export const TITLE = "Jobs";
 const EVERY = 2000;
 const REASONS = {
   no_worker: "no worker is running: start one with accrue worker",
+  no_matching_worker: "no worker has the required labels",
   no_free_gpu: "not enough free devices",
   retry_delay: "waiting to retry",
   starting: "waiting for a worker to claim it",
