@@ -106,7 +106,7 @@ class Settings(BaseSettings):
     profiler: bool = Field(True, description="A worker keeps a process that predicts memory by simulation")
     trainer_network: bool = Field(
         True,
-        description="Trainers may use the network, for models and trackers; false: they have none",
+        description="Trainers may use the network, to download models; false: they have none",
     )
     trainer_isolation: bool = Field(
         True,

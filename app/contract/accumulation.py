@@ -47,7 +47,9 @@ class AccumulationConfig(Request):
         validation_alias=AliasChoices("micro_batch_size", "batch_size"),
         description="Samples per forward pass and device",
     )
-    max_memory_usage: float = Field(0.9, gt=0, le=1, description="Share of a GPU's memory that may be used")
+    max_memory_usage: float = Field(
+        0.9, gt=0, le=1, description="Share of a device's memory that may be used"
+    )
     memory_safety_margin: float | None = Field(
         None,
         ge=0,
@@ -80,7 +82,8 @@ class AccumulationConfig(Request):
         1.0,
         gt=0,
         le=1e30,
-        description="Largest gradient norm of the whole batch (clip_mode value: of each element); null: off",
+        description="Limit on the norm of the whole batch's gradient or, with clip_mode value, on the "
+        "absolute value of each element; null: off",
     )
     clip_mode: ClipMode = "after_accumulation"
     clip_gradients_before_accumulation: Flag = Field(

@@ -30,7 +30,9 @@ class PreviewedSample(ResponseModel):
     counts: Annotated[tuple[bool, ...], Field(fail_fast=True)] = Field(
         description="Which tokens count toward the loss"
     )
-    target_tokens: int = Field(description="Tokens that count toward the loss; the first is never predicted")
+    target_tokens: int = Field(
+        description="Number of tokens that count toward the loss; a sample's first token never does"
+    )
 
 
 class LengthBin(ResponseModel):

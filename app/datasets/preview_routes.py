@@ -32,7 +32,8 @@ async def preview(
     ] = None,
     limit: Annotated[int, Query(ge=1, le=20, description="Samples to show")] = 3,
 ) -> DatasetPreview:
-    """A worker tokenizes the file. From a large file, it reads a thousand evenly spread examples."""
+    """A worker tokenizes the file. From a large file, it reads a thousand evenly spread examples and the
+    longest lines."""
 
     def checked() -> PreviewSpec:
         with database.connecting() as connection:

@@ -57,7 +57,7 @@ class TrainingConfig(Request):
     attention: Attention = "sdpa"
     deterministic: Flag = Field(
         False,
-        description="Every run of the job on the same kind of device gives the same bits, also on a GPU, "
+        description="Every run of the job on one device of the same kind gives the same bits, also on a GPU, "
         "whose fastest kernels add up in any order; training is then slower, and always in the planned "
         "micro-batches. On a CPU, this only turns tuning off",
     )

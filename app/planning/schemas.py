@@ -76,7 +76,10 @@ class BatchSizeRequest(Request):
         if named is not None and self.num_gpus not in (None, len(named)):
             raise ValueError(f"num_gpus is {self.num_gpus}, but {len(named)} are named")
         if self.model_name is None and self.micro_batch_size is not None:
-            raise ValueError("micro_batch_size needs model_name: without a model, it is calculated")
+            raise ValueError(
+                "micro_batch_size needs model_name: without a model, the micro-batch size is the result; "
+                "leave it out"
+            )
         return self
 
     @property

@@ -25,7 +25,7 @@ from tests.harness.specs import cpu_plan, make_spec
 from tests.harness.training import finished
 from workers.run_directory import INTERRUPTED, RunDirectory
 from workers.training.accumulate import divide, reduce_memory
-from workers.training.batches import cut_window, fixed_cost
+from workers.training.batches import BudgetCosts, cut_window
 from workers.training.budget import Budget
 from workers.training.decision import Verdict
 from workers.training.distributed import launcher
@@ -223,15 +223,17 @@ def test_the_faster_rank_takes_more() -> None:
     assert [len(part) for part in taken] == [300, 100]
 
 
-unequal = st.lists(st.tuples(st.floats(0.05, 1.0), st.integers(16, 8192)), min_size=1, max_size=5)
+budgets_ = st.builds(BudgetCosts, st.integers(16, 8192), st.floats(0.0, 512.0))
+unequal = st.lists(st.tuples(st.floats(0.05, 1.0), budgets_), min_size=1, max_size=5)
 
 
-def costs_of(lengths: np.ndarray, taken: list[list[int]], budgets: list[int]) -> list[float]:
+def costs_of(lengths: np.ndarray, taken: list[list[int]], budgets: list[BudgetCosts]) -> list[float]:
     """What each rank's micro-batches cost, in tokens."""
     return [
-        sum(int(lengths[part][group].max()) * len(group) + fixed_cost(budget) for group in groups)
+        budget.of(
+            lengths[part], cut_window(lengths[part], TokenBudget(tokens=budget.tokens), fixed=budget.fixed)
+        )
         for part, budget in zip(taken, budgets, strict=True)
-        for groups in [cut_window(lengths[part], TokenBudget(tokens=budget)) if part else []]
     ]
 
 
@@ -251,7 +253,7 @@ def test_by_length_no_rank_could_leave_a_sample_to_the_next(given_: list[int], r
     ordered = np.sort(np.array(given_, dtype=np.int64))[::-1]
     taken = partition_by_length(ordered, speeds, budgets)
     found = max(c / s for c, s in zip(costs_of(ordered, taken, budgets), speeds, strict=True))
-    order = sorted(range(len(speeds)), key=lambda rank: -budgets[rank])
+    order = sorted(range(len(speeds)), key=lambda rank: -budgets[rank].tokens)
     least = float("inf")
     for end in range(len(ordered) + 1) if len(speeds) == 2 else [len(ordered)]:
         parts: list[list[int]] = [[] for _ in speeds]
@@ -263,19 +265,21 @@ def test_by_length_no_rank_could_leave_a_sample_to_the_next(given_: list[int], r
 
 
 def test_the_rank_with_the_largest_budget_takes_the_longest_samples() -> None:
-    long, short = partition_by_length(np.array([10, 500, 20, 400, 30, 10]), [1.0, 1.0], [512, 1024])[::-1]
+    budgets = [BudgetCosts(512, 128.0), BudgetCosts(1024, 128.0)]
+    short, long = partition_by_length(np.array([10, 500, 20, 400, 30, 10]), [1.0, 1.0], budgets)
     assert set(long) <= {1, 3}
     assert set(short) >= {0, 2, 4, 5}
 
 
 def test_what_a_rank_has_already_counts() -> None:
-    first, second = partition_by_length(np.full(40, 10), [1.0, 1.0], [100, 100], head_start=[250.0, 0.0])
+    budgets = [BudgetCosts(100, 25.0)] * 2
+    first, second = partition_by_length(np.full(40, 10), [1.0, 1.0], budgets, head_start=[250.0, 0.0])
     assert len(first) < len(second)
 
 
 def test_unequal_ranks_pad_less_than_if_each_took_samples_of_all_lengths() -> None:
     lengths = np.random.default_rng(0).lognormal(4.3, 0.8, 64).astype(np.int64).clip(4, 512)
-    budgets, speeds = [1536, 512], [2.0, 1.0]
+    budgets, speeds = [BudgetCosts(1536, 128.0), BudgetCosts(512, 128.0)], [2.0, 1.0]
     by_length = costs_of(lengths, partition_by_length(lengths, speeds, budgets), budgets)
     mixed = costs_of(lengths, partition(lengths, speeds), budgets)
     times = [max(c / s for c, s in zip(costs, speeds, strict=True)) for costs in (by_length, mixed)]

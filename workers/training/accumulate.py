@@ -229,13 +229,13 @@ def divide(training: TrainingRun, window: Indices, *, measured: bool = False) ->
         rest = np.setdiff1d(rest, head[0])
         rules[0] = without_first(rules[0])
     head_start = [budgets[0].cost(lengths, rules[0], head), *(0.0 for _ in budgets[1:])]
-    tokens = [budget.sorted_tokens(lengths, rule) for budget, rule in zip(budgets, rules, strict=True)]
+    costs = [budget.costs(lengths, rule) for budget, rule in zip(budgets, rules, strict=True)]
+    known = [each for each in costs if each is not None]
     shares = training.shares.now
-    if None in tokens:
+    if len(known) < len(costs):
         taken = partition(lengths[rest], shares, by_length=budgets[0].by_length, head_start=head_start)
     else:
-        sizes = [size for size in tokens if size is not None]
-        taken = partition_by_length(lengths[rest], shares, sizes, head_start=head_start)
+        taken = partition_by_length(lengths[rest], shares, known, head_start=head_start)
     groups = [head, *([] for _ in budgets[1:])]
     for own, budget, rule, part in zip(groups, budgets, rules, taken, strict=True):
         positions = rest[part]

@@ -17,10 +17,14 @@ from torch import Tensor
 
 from app.contract.plan import FixedCount, FixedSize, MicroBatchRule, TokenBudget
 
-_COST_OF_A_MICRO_BATCH = 0.25
-"""The fixed cost of a micro-batch, as a share of the token budget. Measured on a CPU (tests/benchmarks) at
-a budget of 512 tokens: as long as 160 tokens (33 ms at 5,000 tokens/s) for a model of 4 million parameters,
-and as long as 60 tokens for a model of 30 million."""
+_FIXED_COST = 0.25
+"""The fixed cost of a micro-batch, as a share of the planned token budget. Measured on a CPU
+(tests/benchmarks) at 512 tokens: as long as 160 tokens (33 ms at 5,000 tokens/s) for a model of 4 million
+parameters, and as long as 60 tokens for a model of 30 million."""
+
+_MOST_FIXED_COST = 1024.0
+"""The largest fixed cost that is assumed, in tokens. A budget that is as large as a GPU's memory allows says
+nothing about the time that it takes to start a micro-batch's kernels."""
 
 Lengths = npt.NDArray[np.int64]
 Groups = list[list[int]]
@@ -112,6 +116,7 @@ def cut_window(
     rows: int | None = None,
     isolate_above: int | None = None,
     first: np.random.Generator | None = None,
+    fixed: float | None = None,
 ) -> Groups:
     """Micro-batches as groups of positions in the window, each position exactly once.
 
@@ -124,13 +129,14 @@ def cut_window(
         isolate_above: see `BatchLayout.isolate_above`. A window with samples of both kinds has at least two
             micro-batches.
         first: draws the first micro-batch at random, before the rest is ordered; None draws nothing.
+        fixed: the fixed cost of a micro-batch under a token budget, in tokens; None: `fixed_cost`.
     """
     array = np.asarray(lengths, dtype=np.int64)
     if not len(array):
         return []
     if isolate_above is not None and needs_parting(array, isolate_above):
         assert first is None, "a random first micro-batch would have samples of both kinds"
-        return _cut_apart(array, array > isolate_above, cut, by_length, packed, rows)
+        return _cut_apart(array, array > isolate_above, cut, by_length, packed, rows, fixed)
     positions = np.arange(len(array))
     head: Groups = []
     if first is not None:
@@ -145,8 +151,10 @@ def cut_window(
     ordered = array[positions]
     match cut:
         case TokenBudget(tokens=tokens):
-            cheap = by_length and not packed
-            bounds = _cheapest(ordered, tokens, rows) if cheap else _by_budget(ordered, tokens, packed, rows)
+            if by_length and not packed:
+                bounds = _cheapest(ordered, tokens, rows, fixed_cost(tokens) if fixed is None else fixed)
+            else:
+                bounds = _by_budget(ordered, tokens, packed, rows)
         case FixedCount(micro_batches=count):
             bounds = _by_count(ordered, count, packed) if by_length else _evenly(len(ordered), count)
         case FixedSize(samples=rows):
@@ -161,7 +169,7 @@ def needs_parting(lengths: Lengths, isolate_above: int) -> bool:
 
 def _cut_apart(
     lengths: Lengths, is_long: npt.NDArray[np.bool_], cut: MicroBatchRule, by_length: bool, packed: bool,
-    rows: int | None,
+    rows: int | None, fixed: float | None,
 ) -> Groups:  # fmt: skip
     """Cuts the long samples and the others of a window separately. A number of micro-batches is divided by
     tokens, each part getting at least one."""
@@ -176,7 +184,9 @@ def _cut_apart(
     return [
         part[group].tolist()
         for part, rule in zip(parts, rules, strict=True)
-        for group in cut_window(lengths[part], rule, by_length=by_length, packed=packed, rows=rows)
+        for group in cut_window(
+            lengths[part], rule, by_length=by_length, packed=packed, rows=rows, fixed=fixed
+        )
     ]
 
 
@@ -202,13 +212,12 @@ def draw_first(
     return drawn
 
 
-def _cheapest(ordered: Lengths, tokens: int, rows_at_most: int | None) -> list[tuple[int, int]]:
+def _cheapest(ordered: Lengths, tokens: int, rows_at_most: int | None, fixed: float) -> list[tuple[int, int]]:
     """The cheapest cut within the budget of samples in descending length. Its cost is the padded tokens plus
-    a share of the budget for each micro-batch, since a device needs time for even the smallest one.
+    a fixed cost of each micro-batch, since a device needs time for even the smallest one.
 
     By dynamic programming from the shortest sample backwards: best[i] is the cost of cutting all from i on.
     """
-    each = fixed_cost(tokens)
     count = len(ordered)
     best, ends = np.zeros(count + 1), np.zeros(count, dtype=np.int64)
     rows = np.arange(1, count + 1)
@@ -216,7 +225,7 @@ def _cheapest(ordered: Lengths, tokens: int, rows_at_most: int | None) -> list[t
         most = min(count - i, max(1, tokens // int(ordered[i])), rows_at_most or count)
         costs = ordered[i] * rows[:most] + best[i + 1 : i + most + 1]
         taken = int(costs.argmin())
-        best[i], ends[i] = costs[taken] + each, i + taken + 1
+        best[i], ends[i] = costs[taken] + fixed, i + taken + 1
     bounds, start = [], 0
     while start < count:
         bounds.append((start, int(ends[start])))
@@ -225,26 +234,38 @@ def _cheapest(ordered: Lengths, tokens: int, rows_at_most: int | None) -> list[t
 
 
 def fixed_cost(tokens: int) -> float:
-    """What a micro-batch costs under a token budget, in tokens, besides those that it holds."""
-    return tokens * _COST_OF_A_MICRO_BATCH
+    """What a micro-batch costs besides its tokens, in tokens, if the planned token budget is `tokens`."""
+    return min(tokens * _FIXED_COST, _MOST_FIXED_COST)
 
 
-def costs_of_longest(ordered: Lengths, tokens: int) -> npt.NDArray[np.float64]:
+@dataclass(frozen=True)
+class BudgetCosts:
+    """A token budget, and what its micro-batches cost."""
+
+    tokens: int
+    fixed: float
+    """The cost of a micro-batch besides its tokens, in tokens."""
+
+    def of(self, lengths: Lengths, groups: Groups) -> float:
+        """The cost of micro-batches, in tokens, padding included."""
+        return sum(tokens_of(lengths[group]) + self.fixed for group in groups)
+
+
+def costs_of_longest(ordered: Lengths, budget: BudgetCosts) -> npt.NDArray[np.float64]:
     """What the first samples cost if they are cut as `_cheapest` does: of shape (samples + 1,), for the first
     0, 1, 2 … samples. Never falls.
 
     Args:
         ordered: lengths in descending order.
-        tokens: the token budget.
     """
-    each, count = fixed_cost(tokens), len(ordered)
+    count = len(ordered)
     costs = np.full(count + 1, np.inf)
     costs[0] = 0.0
     rows = np.arange(1, count + 1)
     for start, longest in enumerate(ordered.tolist()):
-        most = min(count - start, max(1, tokens // longest))
+        most = min(count - start, max(1, budget.tokens // longest))
         ends = costs[start + 1 : start + most + 1]
-        np.minimum(ends, costs[start] + longest * rows[:most] + each, out=ends)
+        np.minimum(ends, costs[start] + longest * rows[:most] + budget.fixed, out=ends)
     return costs
 
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from app.contract.plan import FixedCount, FixedSize, MicroBatchRule, RankPlan, TokenBudget
 from workers.training.batches import (
+    BudgetCosts,
     Groups,
     Lengths,
     cut_window,
@@ -97,6 +98,7 @@ class Budget:
                 rows=self._rows,
                 isolate_above=self._isolate_above,
                 first=first,
+                fixed=self._fixed_cost(rule.tokens) if isinstance(rule, TokenBudget) else None,
             )
 
         groups = by(rule)
@@ -110,20 +112,26 @@ class Budget:
             count = min(2 * count, len(lengths))
         return groups
 
-    def sorted_tokens(self, lengths: Lengths, rule: MicroBatchRule) -> int | None:
-        """The token budget, if `cut` divides samples in descending length at the lowest cost within it; None
-        if it divides them in another way."""
+    def costs(self, lengths: Lengths, rule: MicroBatchRule) -> BudgetCosts | None:
+        """What micro-batches cost, if `cut` divides samples in descending length at the lowest cost within a
+        token budget; None if it divides them in another way."""
         if not isinstance(rule, TokenBudget) or not self.by_length or self.packed or self._rows:
             return None
         is_cut_apart = self._isolate_above is not None and needs_parting(lengths, self._isolate_above)
-        return None if is_cut_apart else rule.tokens
+        return None if is_cut_apart else BudgetCosts(rule.tokens, self._fixed_cost(rule.tokens))
 
     def cost(self, lengths: Lengths, rule: MicroBatchRule, groups: Groups) -> float:
         """What micro-batches cost, in tokens, when samples are divided among ranks. With a token budget,
         padding and a fixed cost of each micro-batch count; otherwise, only the samples' tokens."""
-        if (tokens := self.sorted_tokens(lengths, rule)) is None:
+        if (costs := self.costs(lengths, rule)) is None:
             return float(sum(lengths[group].sum() for group in groups))
-        return sum(tokens_of(lengths[group]) + fixed_cost(tokens) for group in groups)
+        return costs.of(lengths, groups)
+
+    def _fixed_cost(self, tokens: int) -> float:
+        """A micro-batch's fixed cost under a token budget. It is that of the planned budget, also while
+        larger or smaller budgets are tried, since it does not depend on them."""
+        planned = self._rank.micro_batch_rule
+        return fixed_cost(planned.tokens if isinstance(planned, TokenBudget) else tokens)
 
     def _largest_of_several(self, groups: Groups, lengths: Lengths) -> int:
         """Tokens of the largest micro-batch that has several samples, and so could be smaller."""

@@ -46,7 +46,7 @@ def check_head(
     except (AttributeError, TypeError, ValueError, LookupError, RuntimeError) as failure:
         if isinstance(failure, RuntimeError) and device_errors.is_out_of_memory(failure):
             raise
-        why = "it has an interface of its own"
+        why = "the head cannot be called by itself"
     reason: str | None = group.broadcast(why)
     fallbacks.own_logits = reason is not None
     if fallbacks.own_logits:

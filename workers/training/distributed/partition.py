@@ -5,14 +5,18 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from workers.training.batches import Lengths, costs_of_longest
+from workers.training.batches import BudgetCosts, Lengths, costs_of_longest
 
 _PRECISION = 0.002
 """The time of a window is found to this relative precision, unless single samples are coarser."""
 
 
 def partition_by_length(
-    lengths: Lengths, shares: Sequence[float], budgets: Sequence[int], *, head_start: Sequence[float] = ()
+    lengths: Lengths,
+    shares: Sequence[float],
+    budgets: Sequence[BudgetCosts],
+    *,
+    head_start: Sequence[float] = (),
 ) -> list[list[int]]:
     """The positions in the window that each rank takes, each position exactly once.
 
@@ -25,14 +29,14 @@ def partition_by_length(
     Args:
         lengths: tokens of each sample of the window.
         shares: each rank's speed, relative to the others.
-        budgets: each rank's token budget.
+        budgets: each rank's token budget, and what micro-batches cost within it.
         head_start: the cost of what each rank already has, in tokens; none if empty.
     """
     order = np.argsort(-lengths, kind="stable")
     ordered = lengths[order]
-    ranks = sorted(range(len(shares)), key=lambda rank: -budgets[rank])
+    ranks = sorted(range(len(shares)), key=lambda rank: -budgets[rank].tokens)
     had = list(head_start) or [0.0] * len(shares)
-    known: dict[tuple[int, int], npt.NDArray[np.float64]] = {}
+    known: dict[tuple[BudgetCosts, int], npt.NDArray[np.float64]] = {}
 
     def ends_in(time: float) -> list[int]:
         """Where the samples of each rank end, in the order of `ranks`, if none may take longer than this."""

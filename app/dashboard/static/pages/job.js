@@ -296,7 +296,12 @@ function ranks({ plan, progress }) {
 /** Before the first step, the plan's split for full-length samples; then the measured mean, which is lower for short samples. */
 function split({ plan, progress }) {
   const whole = number(plan.effective_batch_size);
-  if (!progress.step) return `${whole} = ${number(plan.accumulation_steps)} × ${number(plan.actual_batch_size_per_gpu)} at most`;
+  const devices = plan.ranks.length;
+  if (!progress.step) {
+    const micro = `${number(plan.accumulation_steps)} micro-batch${plan.accumulation_steps === 1 ? "" : "es"}`;
+    const on = devices > 1 ? ` on each of ${devices} devices` : "";
+    return `${whole} in ${micro} of at most ${number(plan.actual_batch_size_per_gpu)}${on}`;
+  }
   const each = Math.round((10 * progress.micro_step) / progress.step) / 10;
   return `${whole} in ${number(each)} micro-batch${each === 1 ? "" : "es"}`;
 }

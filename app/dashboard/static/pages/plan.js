@@ -380,7 +380,8 @@ const SOURCES = {
 function verdict(answer) {
   const [steps, size] = [answer.accumulation_steps, number(answer.actual_batch_size_per_gpu)];
   if (!answer.fits) return "It does not fit";
-  return `It fits: ${steps === 1 ? `all ${size} samples at once` : `${number(steps)} micro-batches of ${size}`}`;
+  const split = steps === 1 ? `one micro-batch of ${size}` : `${number(steps)} micro-batches of at most ${size}`;
+  return `It fits: ${split}${answer.num_gpus > 1 ? " on each device" : ""}`;
 }
 
 function showAnswer(result, answer, values, apply, speed) {
