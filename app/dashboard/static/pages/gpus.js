@@ -71,12 +71,21 @@ function showWorkers(section, workers) {
     h("h2", {}, "Workers"),
     table(
       "Newest first",
-      [{ title: "Worker" }, { title: "State" }, { title: "Devices" }, { title: "Labels" }, { title: "Running" }, { title: "Last seen" }],
+      [
+        { title: "Worker" },
+        { title: "State" },
+        { title: "Devices" },
+        { title: "Labels" },
+        { title: "Running" },
+        { title: "Last seen" },
+      ],
       workers.map((worker) => [
         worker.hostname,
         h("span", { class: worker.alive ? "is-ok" : "muted" }, worker.alive ? "alive" : "silent"),
         worker.devices.map((device) => `${device.name ?? device.id} (${bytes(device.memory_bytes)})`).join(", "),
-        Object.entries(worker.labels).map(([name, value]) => `${name}=${value}`).join(", "),
+        Object.entries(worker.labels)
+          .map(([name, value]) => `${name}=${value}`)
+          .join(", "),
         worker.running.map(job),
         dateTime(worker.last_heartbeat_at),
       ]),
