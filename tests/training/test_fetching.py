@@ -179,7 +179,7 @@ def test_a_revision_is_not_a_path(tmp_path: Path, hub: Hub, revision: str) -> No
     model = assignment.spec.model.model_copy(update={"revision": revision})
     spec = assignment.spec.model_copy(update={"model": model})
     run.write_assignment(assignment.model_copy(update={"spec": spec}))
-    assert "revision is not a name" in refusal(run, hub, tmp_path)
+    assert "no branch, tag or commit" in refusal(run, hub, tmp_path)
     assert not hub.downloaded
 
 
