@@ -15,7 +15,7 @@ from types import MappingProxyType
 
 from sqlalchemy import and_, case, literal, or_, select
 
-from app.jobs.queue import gpu_mask, gpus_of, meets
+from app.jobs.queue import gpu_mask, gpus_of, worker_meets
 from app.storage.database import database_now
 from app.storage.session import Session
 from app.storage.tables import Attempt, Job
@@ -115,7 +115,7 @@ def needs(
             Job.device_count > 1,
             or_(Job.device_count <= len(devices), Job.device_count > most),
             Job.gpu_mask.bitwise_and(there) == Job.gpu_mask,
-            meets(literal(json.dumps(dict(labels))), session.get_bind().dialect.name),
+            worker_meets(literal(json.dumps(dict(labels))), session.get_bind().dialect.name),
             queued_at <= database_now() - after_seconds,
         )
         .order_by(Job.place, Job.id)

@@ -86,7 +86,7 @@ class Offer:
 ONE_DEVICE = Offer(1)
 
 
-def meets(labels: ColumnElement[str], dialect: str) -> ColumnElement[bool]:
+def worker_meets(labels: ColumnElement[str], dialect: str) -> ColumnElement[bool]:
     """Whether a worker has the labels that a job requires.
 
     Args:
@@ -118,7 +118,7 @@ def _claim(dialect: str) -> Any:
         ),
         jobs.c.gpu_mask.bitwise_and(free_gpus) == jobs.c.gpu_mask,
         jobs.c.place < bindparam("before_place", type_=Double),
-        meets(bindparam("labels", type_=String), dialect),
+        worker_meets(bindparam("labels", type_=String), dialect),
     )
     following = (
         select(jobs.c.id)

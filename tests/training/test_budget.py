@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from app.contract.plan import FixedCount, FixedSize, MicroBatchRule, TokenBudget
 from tests.harness.specs import cpu_plan, make_spec
+from workers.training.batches import BudgetCosts, cut_window, fixed_cost, tokens_of
 from workers.training.budget import WINDOWS_BEFORE_GROWTH, Budget
 from workers.training.state import LearnedBudget
 
@@ -106,3 +107,24 @@ def test_a_measured_budget_stays_below_what_failed() -> None:
     assert own.most_worth_measuring < 512
     own.set_measured(128)
     assert own.learned == LearnedBudget(tokens=128, failed_tokens=512, measured=True)
+
+
+def test_a_larger_budget_that_is_tried_does_not_make_micro_batches_more_expensive() -> None:
+    """Otherwise, the size on trial would be measured with more padding than it needs."""
+    own = budget(TokenBudget(tokens=512))
+    lengths = np.random.default_rng(0).lognormal(4.3, 0.6, 64).astype(np.int64).clip(8, 511)
+    costs = own.costs(lengths, own.rule())
+    own.use_tuned(4096)
+    larger = own.costs(lengths, own.rule())
+    assert costs == BudgetCosts(512, 128.0)
+    assert larger == BudgetCosts(4096, 128.0)
+    groups = own.cut(lengths, own.rule())
+    as_planned = cut_window(
+        lengths, TokenBudget(tokens=4096)
+    )  # planned at this size
+    padded = [sum(tokens_of(lengths[group]) for group in each) for each in (groups, as_planned)]
+    assert padded[0] < 0.95 * padded[1]
+
+
+def test_the_fixed_cost_of_a_micro_batch_has_a_maximum() -> None:
+    assert [fixed_cost(tokens) for tokens in (512, 2048, 65_536)] == [128.0, 512.0, 1024.0]
