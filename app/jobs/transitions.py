@@ -1,4 +1,5 @@
-"""A job's states, every edge between them, and the one way to write a job's row.
+"""A job's states, every edge between them, and the one way to change a job's row (but for its creation in
+lifecycle.py and its claim in queue.py).
 
     queued ──claim──► running ──► succeeded | failed | cancelled
       ▲ │               │
@@ -8,11 +9,10 @@
       └───────┘ resume
 
 A terminal state never changes, with one exception: a user may resume a job that timed out, which leads from
-failed to queued. Pausing,
-cancelling and stopping a running job are requests that its worker carries out. Every write by a worker
-carries the worker's fence (job, attempt, worker): if the fence no longer matches, nothing is written and
-`LostJob` is raised. Users' transitions are in lifecycle.py, workers' in queue.py. The caller owns the
-transaction.
+failed to queued. Pausing, cancelling and stopping a running job are requests that its worker carries out.
+Every write by a worker carries the worker's fence (job, attempt, worker): if the fence no longer matches,
+nothing is written and `LostJob` is raised. Users' transitions are in lifecycle.py, workers' in queue.py. The
+caller owns the transaction.
 """
 
 from collections.abc import Mapping

@@ -34,9 +34,9 @@ def method_from(model: ModelReference, training: TrainingConfig) -> MethodSpec:
     replaced = [layer for layer in model.layers if layer is not continued]
     if method.name == "qlora" and replaced:
         raise Unprocessable(
-            f"qlora cannot start from {model.name}: that model replaces weights of {model.base_name}, which "
-            "is impossible once these are in 4 bits. Choose lora, or start from a model that was saved "
-            "whole.",
+            f"qlora cannot start from {model.name}: it was saved as changes to the weights of "
+            f"{model.base_name}, which cannot be applied once these are in 4 bits. Choose lora, or start "
+            "from a model that was saved whole.",
             field=_FIELD,
         )
     if continued is None or continued.lora is None or method.lora is None:

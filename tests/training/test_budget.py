@@ -119,9 +119,7 @@ def test_a_larger_budget_that_is_tried_does_not_make_micro_batches_more_expensiv
     assert costs == BudgetCosts(512, 128.0)
     assert larger == BudgetCosts(4096, 128.0)
     groups = own.cut(lengths, own.rule())
-    as_planned = cut_window(
-        lengths, TokenBudget(tokens=4096)
-    )  # planned at this size
+    as_planned = cut_window(lengths, TokenBudget(tokens=4096))  # planned at this size
     padded = [sum(tokens_of(lengths[group]) for group in each) for each in (groups, as_planned)]
     assert padded[0] < 0.95 * padded[1]
 

@@ -324,13 +324,18 @@ function jobRequestBody(values) {
 
 function dryRun(job) {
   const { plan } = job;
-  const steps = plan.steps_total === null ? "" : `${number(plan.steps_total)} steps of `;
+  const micro = `${number(plan.micro_batches)} micro-batch${plan.micro_batches === 1 ? "" : "es"}`;
+  const samples = `${number(plan.effective_batch_size)} samples`;
+  const steps =
+    plan.steps_total === null
+      ? `${samples} per step, in ${micro}`
+      : `${number(plan.steps_total)} steps of ${samples}, each step in ${micro}`;
   const time =
     job.predicted_duration_seconds === null
       ? "no duration estimate: no comparable run yet"
       : `about ${duration(job.predicted_duration_seconds)} (${job.predicted_duration_range.map(duration).join(" to ")})`;
   const cost = job.gpu_cost === null ? "" : `, GPU cost ${number(job.gpu_cost)}`;
-  return `${steps}${number(plan.effective_batch_size)} samples, ${number(plan.micro_batches)} micro-batches each; ${time}${cost}. ${plan.warnings.join(" ")}`;
+  return `${steps}; ${time}${cost}. ${plan.warnings.join(" ")}`;
 }
 
 function clearRefusals(form) {
