@@ -50,7 +50,10 @@ def submit(
     ] = None,
     max_length: MaxLength = None,
     method: Annotated[
-        str | None, typer.Option(help="full, lora or qlora; --set training_config.method.lora.r=32 for more")
+        str | None,
+        typer.Option(
+            help="full, lora or qlora; for a method's options: --set training_config.method.lora.r=32"
+        ),
     ] = None,
     checkpointing: Annotated[
         bool | None, typer.Option("--checkpointing", help="Gradient checkpointing", show_default=False)

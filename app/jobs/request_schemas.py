@@ -145,8 +145,8 @@ class JobOptions(AccumulationConfig):
     num_gpus: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] | None = Field(
         None,
         description="Number of devices; they must belong to one worker. auto: on CPUs, the fewest on "
-        "which the job fits; on GPUs, one for each full micro-batch of a step, but no more than one "
-        "worker has. null: 1",
+        "which the job fits; on GPUs, one for each full micro-batch of a step, but at most as many as "
+        "a single worker has. null: 1",
     )
     gpu_ids: list[Annotated[int, Field(ge=0, le=MAX_GPU_ID)]] | None = Field(
         None,

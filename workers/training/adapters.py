@@ -178,8 +178,8 @@ def check_mergeable(adapted: torch.nn.Module) -> None:
                 raise CannotTrain(
                     "lora",
                     f"lora: {layer} shares its weights with {other}, which merged adapters would change "
-                    "too: set merge to false, so that only the adapters are saved, or leave it out of "
-                    "target_modules",
+                    "too: set merge to false, so that only the adapters are saved, or leave "
+                    f"{layer} out of target_modules",
                 )
 
 
