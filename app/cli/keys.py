@@ -46,8 +46,8 @@ def create_key(
     typer.echo(json.dumps(shown, indent=2) if as_json else key)
     typer.echo(
         "This key is shown only once. From now on, every request needs a key, even after all keys are "
-        "revoked. A key sees only what is made with it, unless it has --scope admin; only such a key sees what "
-        "was made without any key. For the accrue command: export ACCRUE_API_KEY=…",
+        "revoked. A key sees only what is made with it, unless it has --scope admin; only such a key sees "
+        "what was made without any key. For the accrue command: export ACCRUE_API_KEY=…",
         err=True,
     )
 
