@@ -105,7 +105,8 @@ def show_models(trained: list[dict[str, Any]], to_plan_for: list[dict[str, Any]]
         others.add_row(model["id"], _parameters(model["parameters"]), positions, model["source"])
     console.print(others)
     console.print(
-        "Accrue can plan all catalogue models; it trains those on this machine or on the Hugging Face Hub."
+        "Accrue can plan all catalogue models. It can train those whose files are on this machine or on the "
+        "Hugging Face Hub."
     )
     for model in trained:
         console.print(f"trained: {model['id']}, from {model['parent']} by {model['job']}", soft_wrap=True)
