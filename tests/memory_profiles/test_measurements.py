@@ -123,8 +123,9 @@ def test_a_size_whose_memory_was_not_measured_counts_for_speed_alone(database: D
         )
         for tokens, rate in ((512, 900.0), (256, 950.0), (128, 700.0))
     )  # fmt: skip
+    job_id = submitted(database)
     with database.writing() as session:
-        job = session.get_one(Job, submitted(database))
+        job = session.get_one(Job, job_id)
         subject = profiles.subject(session, job, Spec.model_validate(job.spec), CPU)
         measurements.record_tuning(session, subject, Tuning(token_budget=256, samples=30, tried=tried[:1]))
         measurements.record_tuning(session, subject, Tuning(token_budget=256, samples=30, tried=tried))

@@ -56,6 +56,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "site"
 
 
+@pytest.mark.thorough
 def test_an_installed_wheel_is_embedded_beside_packages_of_the_same_names(
     installed: Path, tmp_path: Path
 ) -> None:
