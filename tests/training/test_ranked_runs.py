@@ -152,13 +152,14 @@ def test_the_ranks_of_a_killed_trainer_end(tmp_path: Path) -> None:
 
 
 def test_a_slow_rank_gets_a_smaller_part_of_each_window(tmp_path: Path) -> None:
-    spec = make_spec(data=small_data(), effective_batch_size=16, max_steps=16, noise_scale_every=None)
+    data = small_data(max_length=4)  # all samples are equally long: a rank's time depends on its tokens
+    spec = make_spec(data=data, effective_batch_size=16, max_steps=16, noise_scale_every=None)
     alone = finished(create_run(tmp_path / "alone", spec))
     run = with_ranks(create_run(tmp_path / "slow", spec), [0.5, 0.5])
     ended(start_ranks(run, [0.0, 0.2]))
     first, *_, last = raw_log(run)
     shares = [[rank["tokens"] for rank in line["ranks"]] for line in (first, last)]
-    assert shares[0][0] < 1.3 * shares[0][1], "the plan takes both for equally fast"
+    assert shares[0][0] == shares[0][1], "the plan takes both for equally fast"
     assert shares[1][0] > 2 * shares[1][1]
     assert weight_difference(run, alone) <= 1e-5
     [changed, *_] = events_of_kind(run, "rank_shares")
