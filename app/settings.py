@@ -96,7 +96,10 @@ class Settings(BaseSettings):
         description="Seconds between two checks of a worker for new jobs and for output of its running ones",
     )
     stop_grace_seconds: float = Field(
-        30.0, gt=0, description="Seconds for a trainer to write a checkpoint and exit before it is killed"
+        30.0,
+        gt=0,
+        description="Seconds for a trainer to write a checkpoint and exit before it is killed, plus 20 for "
+        "each GB of its checkpoint",
     )
     no_progress_seconds: float = Field(
         3600.0,

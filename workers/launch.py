@@ -20,7 +20,7 @@ from app.jobs.transitions import Fence
 from app.memory_profiles import profiles
 from app.models import base_models
 from app.planning.devices import Device, common_name
-from app.planning.memory import bytes_on_disk
+from app.planning.memory import bytes_on_disk, checkpoint_bytes
 from app.planning.plan import make_plan, sample_length_of
 from app.planning.planner import PlannerEvidence, recipe_of_rank
 from app.planning.recipes import recipe_of
@@ -34,6 +34,9 @@ from workers.trainer_process import TrainerProcess
 from workers.training.filesystem_view import named_view
 
 log = structlog.get_logger("accrue.worker")
+
+_CHECKPOINT_BYTES_PER_SECOND = 50e6
+"""How fast even a slow disk, such as one in the network, writes a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,9 @@ class Launcher:
         view = named_view(self.settings.data_dir, assignment) if self.settings.trainer_isolation else ""
         trainer = TrainerProcess(run, devices, silence, network=network, device_locks=locks, view=view)
         log.info("trainer started", job=job.id, attempt=job.attempt, pid=trainer.pid)
-        return Running(fence, devices, trainer, run, claimed_at + self.settings.lease_seconds, timeout_at)
+        lease_until = claimed_at + self.settings.lease_seconds
+        grace = self.settings.stop_grace_seconds + checkpoint_bytes(spec) / _CHECKPOINT_BYTES_PER_SECOND
+        return Running(fence, devices, trainer, run, lease_until, timeout_at, grace)
 
     def _check_disk_space(self, spec: Spec) -> None:
         """Checks that the disk has space for the checkpoints and the model that the job writes.

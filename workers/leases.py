@@ -51,6 +51,8 @@ class Running:
     run: RunDirectory
     lease_until: float
     timeout_at: float | None
+    grace_seconds: float
+    """How long an interrupted trainer may take to write a checkpoint and exit."""
     position: Position = field(default_factory=Position)
     last_sign_at: float = field(default_factory=time.monotonic)
     """When the run directory was last seen to have changed (looked at only every `no_progress_seconds`)."""

@@ -360,7 +360,7 @@ class Supervisor:
     def _interrupt(self, running: Running, why: str) -> None:
         if not running.interrupted_because:
             running.interrupted_because = why
-            running.trainer.interrupt(self.settings.stop_grace_seconds)
+            running.trainer.interrupt(running.grace_seconds)
 
     def _lose(self, running: Running) -> None:
         """Kills the trainer of a job that belongs to another worker, or soon will."""

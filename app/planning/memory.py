@@ -176,12 +176,20 @@ def lora_parameters(architecture: Architecture, lora: LoraSpec) -> int:
 
 def bytes_on_disk(spec: Spec) -> int:
     """The most that a job writes to disk: two checkpoints, a third one in progress, and the model."""
-    architecture, lora = spec.model.architecture, spec.method.lora
-    trained = architecture.parameters if lora is None else lora_parameters(architecture, lora)
-    saved = architecture.parameters if lora is None or lora.merge else trained
+    lora = spec.method.lora
+    saved = spec.model.architecture.parameters if lora is None or lora.merge else _trained_parameters(spec)
     runs = spec.split.devices if spec.strategy == "independent" else 1
-    own = int(_CHECKPOINTS * trained * 4 * (1 + OPTIMIZER_STATES[spec.optimizer.name])) + 4 * saved
-    return runs * own
+    return runs * (_CHECKPOINTS * checkpoint_bytes(spec) + 4 * saved)
+
+
+def checkpoint_bytes(spec: Spec) -> int:
+    """The size of a checkpoint: trained parameters and the optimizer's states, in fp32."""
+    return int(_trained_parameters(spec) * 4 * (1 + OPTIMIZER_STATES[spec.optimizer.name]))
+
+
+def _trained_parameters(spec: Spec) -> int:
+    architecture, lora = spec.model.architecture, spec.method.lora
+    return architecture.parameters if lora is None else lora_parameters(architecture, lora)
 
 
 def workspace_bytes(device: Literal["cpu", "cuda"]) -> int:

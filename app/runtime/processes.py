@@ -6,7 +6,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import IO
 
@@ -19,7 +19,13 @@ _LIFELINES: dict[int, int] = {}
 this process ends."""
 
 _END_SECONDS = 45.0
-"""Longer than a trainer's grace for its checkpoint."""
+"""Longer than a small trainer's grace for its checkpoint."""
+
+_LONGEST_END_SECONDS = 3600.0
+"""How long `accrue up` waits for a worker, which ends trainers of any size in time unless it hangs."""
+
+_NOTICE_SECONDS = 5.0
+"""After this time, `accrue up` says what it waits for."""
 
 
 def check_port(host: str, port: int) -> None:
@@ -70,29 +76,55 @@ def start(
     return process
 
 
-def end(processes: list[subprocess.Popen[bytes]]) -> None:
-    """Sends SIGTERM to each process, and SIGKILL to those that still run after a while."""
+def end(
+    processes: Sequence[subprocess.Popen[bytes]],
+    *,
+    seconds: float = _END_SECONDS,
+    is_hurried: Callable[[], bool] = lambda: False,
+) -> None:
+    """Sends SIGTERM to each process, and SIGKILL to those that still run after a while.
+
+    Args:
+        seconds: how long they may take.
+        is_hurried: once it returns true, each process gets a second SIGTERM, which makes a worker kill its
+            trainers.
+    """
+    began, hurried, noticed = time.monotonic(), False, False
+    _terminate(processes)
+    while any(process.poll() is None for process in processes):
+        elapsed = time.monotonic() - began
+        if elapsed > seconds:
+            for process in processes:
+                process.kill()
+        elif is_hurried() and not hurried:
+            hurried = True
+            _terminate(processes)
+        elif elapsed > _NOTICE_SECONDS and not noticed and seconds > _END_SECONDS:
+            noticed = True
+            print("accrue: trainers are writing their checkpoints; Ctrl-C again ends them at once, and their "
+                  "jobs continue from earlier checkpoints", file=sys.stderr)  # fmt: skip
+        time.sleep(0.05)
     for process in processes:
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
-    deadline = time.monotonic() + _END_SECONDS
-    for process in processes:
-        try:
-            process.wait(max(0.1, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
         if (lifeline := _LIFELINES.pop(process.pid, None)) is not None:
             os.close(lifeline)
 
 
+def _terminate(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    for process in processes:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+
+
 def up() -> int:
-    """Runs the service and the worker until a signal arrives or one of them ends. Returns the exit status."""
-    stopped = False
+    """Runs the service and the worker until a signal arrives or one of them ends. Returns the exit status.
+
+    While they end, another signal makes the worker kill its trainers.
+    """
+    signals = 0
 
     def stop(number: int, frame: FrameType | None) -> None:
-        nonlocal stopped
-        stopped = True
+        nonlocal signals
+        signals += 1
 
     ending = [signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup means to outlive the terminal
@@ -102,12 +134,14 @@ def up() -> int:
     parts = {"service": start("serve"), "worker": start("worker")}
     ended: dict[str, int] = {}
     try:
-        while not stopped and not ended:
+        while not signals and not ended:
             time.sleep(0.2)
             ended = {name: part.returncode for name, part in parts.items() if part.poll() is not None}
     finally:
-        end(list(parts.values()))
+        before = signals
+        end([parts["service"]])
+        end([parts["worker"]], seconds=_LONGEST_END_SECONDS, is_hurried=lambda: signals > before)
     for name, status in ended.items():
         how = signal.Signals(-status).name if status < 0 else f"status {status}"
         print(f"accrue: the {name} ended unexpectedly ({how}), so everything was stopped", file=sys.stderr)
-    return 1 if ended and not stopped else 0
+    return 1 if ended and not before else 0

@@ -25,6 +25,7 @@ from tests.harness.runs import small_data, until, write_texts
 from tests.harness.specs import make_spec
 from tests.harness.submissions import submitted
 from workers import temperature
+from workers.launch import Launcher
 from workers.slots import Slots
 from workers.supervisor import Supervisor
 
@@ -183,6 +184,31 @@ def test_a_second_stop_signal_kills_trainers_and_returns_their_jobs(
     supervisor.run()
     assert time.monotonic() - began < supervisor.settings.stop_grace_seconds / 3
     assert (job(database, job_id).status, job(database, job_id).failures) == ("queued", 0)
+
+
+def test_an_interrupted_trainer_gets_the_time_that_its_checkpoint_takes(
+    supervisor: Supervisor, settings: Settings, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checkpoint takes a second to write, which is longer than the grace of a small one."""
+    hasty = supervisor.settings.model_copy(update={"stop_grace_seconds": 0.1})
+    supervisor.launcher = Launcher(hasty, database)
+    write = 'trap \'sleep 1; touch "$1/written"; exit 75\' TERM; touch "$1/ready"; '
+    stand_in(supervisor, monkeypatch, write + "while true; do sleep 0.1; done")
+    endless(settings, database)
+    for size in (500_000_000, 0):
+        monkeypatch.setattr("workers.launch.checkpoint_bytes", lambda spec, size=size: size)
+        turn(supervisor)
+        [running] = supervisor.running
+        ready, written = running.run.path / "ready", running.run.path / "written"
+        until(ready.exists)
+        supervisor._interrupt(running, "a test")
+        while supervisor.running:
+            supervisor.leases.enforce()
+            supervisor.turn()
+            time.sleep(0.02)
+        assert written.exists() == (size > 0)
+        ready.unlink()
+        written.unlink(missing_ok=True)
 
 
 def test_a_drained_supervisor_finishes_running_jobs_and_claims_no_more(
