@@ -116,7 +116,7 @@ def compare(
     url: Url = DEFAULT_URL,
     as_json: AsJson = False,
 ) -> None:
-    """Compare jobs over the samples that all of them have seen: losses, noise, speed, memory."""
+    """Compare jobs: losses over the samples that all have seen; noise, speed and memory of each."""
     from app.cli.tables import show_comparison
 
     if len(job_ids) < 2:

@@ -88,7 +88,7 @@ def delete_file(
 
 @commands.command()
 def gpus(url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
-    """Show the devices of the service's machine, and the workers with the jobs that they run."""
+    """Show the GPUs of the service's machine, and the workers with their devices and jobs."""
     from app.cli.tables import show_gpus
 
     with Client(url) as client:

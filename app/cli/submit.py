@@ -81,7 +81,8 @@ def submit(
         typer.Option(
             "--tune/--no-tune",
             help="Measure micro-batch sizes after the first two steps, or use the planned size throughout; "
-            "without either, a job of at least 102 steps tries other sizes while it trains",
+            "without either, a job of at least 102 steps on one device tries other sizes while it trains, "
+            "if its micro-batches are planned",
             show_default=False,
         ),
     ] = None,
