@@ -25,7 +25,7 @@ from tests.harness.specs import cpu_plan, make_spec
 from tests.harness.training import finished
 from workers.run_directory import INTERRUPTED, RunDirectory
 from workers.training.accumulate import divide, reduce_memory
-from workers.training.batches import BudgetCosts, cut_window
+from workers.training.batches import BudgetCosts, costs_of_longest, cut_window
 from workers.training.budget import Budget
 from workers.training.decision import Verdict
 from workers.training.distributed import launcher
@@ -269,6 +269,31 @@ def test_the_rank_with_the_largest_budget_takes_the_longest_samples() -> None:
     short, long = partition_by_length(np.array([10, 500, 20, 400, 30, 10]), [1.0, 1.0], budgets)
     assert set(long) <= {1, 3}
     assert set(short) >= {0, 2, 4, 5}
+
+
+def test_a_slow_rank_with_the_largest_budget_leaves_long_samples_to_others() -> None:
+    budgets = [BudgetCosts(4096, 16.0), BudgetCosts(2048, 16.0)]
+    short, long = partition_by_length(np.array([500, 20, 20, 20]), [0.1, 1.0], budgets)
+    assert 0 in long
+    assert short
+
+
+def test_dividing_a_large_window_takes_time_in_proportion_to_its_samples(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Counts how many costs are computed for eight ranks."""
+    lengths = np.random.default_rng(1).lognormal(4.5, 0.8, 3000).astype(np.int64).clip(4, 2048)
+    computed = 0
+
+    def counted(*arguments: Any) -> Any:
+        nonlocal computed
+        costs = costs_of_longest(*arguments)
+        computed += len(costs)
+        return costs
+
+    monkeypatch.setattr("workers.training.distributed.partition.costs_of_longest", counted)
+    partition_by_length(lengths, [0.125] * 8, [BudgetCosts(16384, 1024.0)] * 8)
+    assert computed < 12 * len(lengths)
 
 
 def test_what_a_rank_has_already_counts() -> None:

@@ -116,3 +116,15 @@ def test_a_fixed_number_of_micro_batches_keeps_the_plan_s_shares() -> None:
 
 def test_nothing_measured_keeps_the_shares() -> None:
     assert by_speed([0.3, 0.7], [0.0, 0.0], [0.0, 0.0]) == [0.3, 0.7]
+
+
+def test_a_rank_without_work_is_not_expected_to_be_faster_than_all_others() -> None:
+    """Windows of fewer samples than ranks leave some rank without work for good."""
+    assert by_speed([0.25] * 4, [8.0, 8.0, 8.0, 0.0], [1.0, 1.0, 1.0, 0.0]) == [0.25] * 4
+
+
+def test_a_rank_without_work_gets_some_at_some_time() -> None:
+    shares = [0.45, 0.45, 0.1]
+    for _ in range(3):
+        shares = by_speed(shares, [8.0, 8.0, 0.0], [1.0, 1.0, 0.0])
+    assert shares[2] > 0.25

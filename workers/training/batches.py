@@ -251,22 +251,27 @@ class BudgetCosts:
         return sum(tokens_of(lengths[group]) + self.fixed for group in groups)
 
 
-def costs_of_longest(ordered: Lengths, budget: BudgetCosts) -> npt.NDArray[np.float64]:
+def costs_of_longest(
+    ordered: Lengths, budget: BudgetCosts, at_most: float = np.inf
+) -> npt.NDArray[np.float64]:
     """What the first samples cost if they are cut as `_cheapest` does: of shape (samples + 1,), for the first
     0, 1, 2 … samples. Never falls.
 
     Args:
         ordered: lengths in descending order.
+        at_most: higher costs are left out, so that fewer costs are returned.
     """
     count = len(ordered)
     costs = np.full(count + 1, np.inf)
     costs[0] = 0.0
     rows = np.arange(1, count + 1)
     for start, longest in enumerate(ordered.tolist()):
+        if costs[start] > at_most:
+            return costs[:start]
         most = min(count - start, max(1, budget.tokens // longest))
         ends = costs[start + 1 : start + most + 1]
         np.minimum(ends, costs[start] + longest * rows[:most] + budget.fixed, out=ends)
-    return costs
+    return costs if costs[-1] <= at_most else costs[:-1]
 
 
 def _by_budget(ordered: Lengths, tokens: int, packed: bool, rows: int | None = None) -> list[tuple[int, int]]:

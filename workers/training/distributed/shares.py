@@ -18,7 +18,8 @@ WORTH_CHANGING = 0.03
 
 _GROWTH_WITHOUT_WORK = 1.5
 """A rank that got no sample in a whole period cannot be measured: its share grows by this factor, so that it
-gets one again at some time."""
+gets one again at some time, but not beyond that of the fastest rank: if there are fewer samples than ranks,
+some rank is always without."""
 
 
 @dataclass(frozen=True)
@@ -113,17 +114,21 @@ def by_speed(shares: Sequence[float], tokens: Sequence[float], seconds: Sequence
         shares: the shares that were in use during the measurement.
         tokens: how many tokens each rank processed.
         seconds: how long it took for them. A rank without tokens keeps its share, relative to the others,
-            and a bit more.
+            and a bit more if others are faster.
     """
     speeds = [done / took if done and took else None for done, took in zip(tokens, seconds, strict=True)]
     measured = [(speed, share) for speed, share in zip(speeds, shares, strict=True) if speed is not None]
     if not measured:
         return list(shares)
+    fastest = max(speed for speed, _ in measured)
     per_share = sum(speed for speed, _ in measured) / sum(share for _, share in measured)
-    found = [
-        share * per_share * _GROWTH_WITHOUT_WORK if speed is None else speed
-        for speed, share in zip(speeds, shares, strict=True)
-    ]
+
+    def expected(share: float) -> float:
+        """The speed of a rank without work."""
+        same = share * per_share
+        return max(same, min(same * _GROWTH_WITHOUT_WORK, fastest))
+
+    found = [expected(share) if speed is None else speed for speed, share in zip(speeds, shares, strict=True)]
     return [each / sum(found) for each in found]
 
 
