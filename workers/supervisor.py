@@ -120,7 +120,7 @@ class Supervisor:
         if self.draining or not self.until_empty:
             return self.draining
         with self.database.reading() as session:
-            return not queue.any_queued(session)
+            return not queue.any_queued(session, self.labels())
 
     def stop(self, *_: Any) -> None:
         """The handler of SIGTERM and SIGINT: ends the run at the next turn; the second time, at once."""
@@ -270,24 +270,36 @@ class Supervisor:
             self.reservations.known(wanted),
             [device.id for device in free],
             {device: max(_ALMOST_FREE_SECONDS, expected.get(device, 0.0)) for device in busy},
-            most,
+            len(there),
         )
         self.reservations.note(found)
-        shrink_above = MAX_DEVICES if busy else most
-        return [
-            (
-                offered,
-                self._offer(offered, tier.before_place, shrink_above if offered == free else MAX_DEVICES),
-            )
-            for tier in found
-            if (offered := [device for device in free if device.id in tier.devices])
-        ]
+        offers = []
+        for tier in found:
+            offered = [device for device in free if device.id in tier.devices]
+            are_all = offered == free and not busy
+            if offered:
+                shrink_above = most if are_all else MAX_DEVICES
+                offers.append(
+                    (offered, self._offer(offered, tier.before_place, shrink_above, are_all=are_all))
+                )
+        return offers
 
     def _offer(
-        self, devices: Sequence[Device], before_place: float = inf, shrink_above: int = MAX_DEVICES
+        self,
+        devices: Sequence[Device],
+        before_place: float = inf,
+        shrink_above: int = MAX_DEVICES,
+        *,
+        are_all: bool = False,
     ) -> Offer:
+        """An offer of devices.
+
+        Args:
+            are_all: whether these are all devices of this worker.
+        """
         gpu_ids = tuple(device.id for device in devices if isinstance(device.id, int))
-        return Offer(len(devices), gpu_ids, before_place, shrink_above, self.labels())
+        of_worker = len(devices) if are_all else MAX_DEVICES
+        return Offer(len(devices), gpu_ids, before_place, shrink_above, self.labels(), of_worker)
 
     def _most_devices(self, session: Session) -> int:
         """This worker's number of devices if no worker has more; otherwise `MAX_DEVICES`, which is more than

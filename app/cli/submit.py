@@ -126,7 +126,10 @@ def _labels(given: list[str] | None) -> dict[str, str] | None:
     for name, equals, value in parts:
         if not (name and equals and value):
             raise typer.BadParameter(f"{name!r} is not of the form NAME=VALUE", param_hint="--require")
-    return {name: value for name, _, value in parts} or None
+    found = {name: value for name, _, value in parts}
+    if len(found) < len(parts):
+        raise typer.BadParameter("a label is given twice", param_hint="--require")
+    return found or None
 
 
 def _devices(given: str | None) -> int | str | None:

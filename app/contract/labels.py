@@ -6,7 +6,10 @@ from typing import Annotated
 from pydantic import Field, StringConstraints, TypeAdapter, ValidationError
 
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9]([A-Za-z0-9_./-]{0,61}[A-Za-z0-9])?$")]
-Value = Annotated[str, StringConstraints(pattern=r"^[^\x00-\x1f\x7f,=]{1,100}$", strip_whitespace=True)]
+_UNPRINTABLE = r"\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069"
+"""Control characters, line separators, and what changes the direction of text."""
+
+Value = Annotated[str, StringConstraints(pattern=rf"^[^{_UNPRINTABLE},=]{{1,100}}$", strip_whitespace=True)]
 Labels = Annotated[dict[Name, Value], Field(max_length=16)]
 
 _LABELS: TypeAdapter[dict[str, str]] = TypeAdapter(Labels)
@@ -32,6 +35,11 @@ def parse_labels(text: str) -> dict[str, str]:
 def meets(labels: Mapping[str, str], requirements: Mapping[str, str]) -> bool:
     """Whether a worker with these labels has all that are required."""
     return requirements.items() <= labels.items()
+
+
+def no_worker_warning(requirements: Mapping[str, str]) -> str:
+    """The warning of a plan that was made while no running worker had these labels."""
+    return f"no running worker has the labels {labels_text(requirements)}: the job waits for one"
 
 
 def labels_text(labels: Mapping[str, str]) -> str:

@@ -51,23 +51,32 @@ def devices_by_worker(session: Session, requirements: Mapping[str, str] = _NO_LA
     return sorted(filter(None, found), key=lambda own: (own[0].kind != "cuda", -len(own)))
 
 
-def gpus(session: Session, silent_seconds: float = SILENT_SECONDS) -> list[Device]:
-    """The GPUs of live workers, renumbered from 0 if they are in several machines."""
-    machines = _by_machine(session, silent_seconds)
+def gpus(
+    session: Session,
+    silent_seconds: float = SILENT_SECONDS,
+    requirements: Mapping[str, str] = _NO_LABELS,
+) -> list[Device]:
+    """The GPUs of live workers with the required labels, renumbered from 0 if they are in several
+    machines."""
+    machines = _by_machine(session, silent_seconds, requirements)
     found = [device for own in machines for device in own]
     return found if len(machines) < 2 else [replace(device, id=n) for n, device in enumerate(found)]
 
 
-def machines_with_gpus(session: Session) -> int:
-    """The number of machines with a live worker and a GPU."""
-    return len(_by_machine(session, SILENT_SECONDS))
+def machines_with_gpus(session: Session, requirements: Mapping[str, str] = _NO_LABELS) -> int:
+    """The number of machines with a GPU and a live worker that has the required labels."""
+    return len(_by_machine(session, SILENT_SECONDS, requirements))
 
 
-def _by_machine(session: Session, silent_seconds: float) -> list[list[Device]]:
+def _by_machine(
+    session: Session, silent_seconds: float, requirements: Mapping[str, str]
+) -> list[list[Device]]:
     """The GPUs of each machine; workers on the same machine report the same GPUs."""
     alive = select(Worker).where(Worker.heartbeat_at > database_now() - silent_seconds).order_by(Worker.id)
     machines: dict[str, dict[int | str, Device]] = {}
     for worker in session.scalars(alive):
+        if not meets(worker.labels, requirements):
+            continue
         own = [Device(**device) for device in worker.devices if device["kind"] == "cuda"]
         machines.setdefault(worker.hostname, {}).update({device.id: device for device in own})
     return [list(own.values()) for own in machines.values() if own]

@@ -9,6 +9,7 @@ from typing import Any
 
 from sqlalchemy import JSON, and_, delete, func, insert, select
 
+from app.contract.labels import no_worker_warning
 from app.contract.plan import Plan
 from app.contract.spec import Spec
 from app.contract.states import ENDED, RequestedAction
@@ -233,11 +234,14 @@ def retry(session: Session, job_id: str) -> Job:
     job = get(session, job_id)
     if job.status not in ("failed", "cancelled"):
         raise Conflict(f"Job {job_id} is {job.status}: only failed or cancelled jobs can be retried.")
-    spec = Spec.model_validate(job.spec)
+    spec, plan = Spec.model_validate(job.spec), Plan.model_validate(job.plan)
+    requirements = json.loads(job.requirements)
     parent_jobs.lock(session, spec)
+    outdated = no_worker_warning(requirements)
+    warnings = tuple(each for each in plan.warnings if each != outdated)
     again = Submission(
         spec=spec,
-        plan=Plan.model_validate(job.plan).model_copy(update={"predicted": True}),
+        plan=plan.model_copy(update={"predicted": True, "warnings": warnings}),
         config=job.config,
         training_config=job.training_config,
         config_id=job.config_id,
@@ -249,7 +253,7 @@ def retry(session: Session, job_id: str) -> Job:
         webhook_url=job.webhook_url,
         device_count=job.device_count,
         gpu_ids=gpus_of(job.gpu_mask),
-        requirements=json.loads(job.requirements),
+        requirements=requirements,
     )
     return submit(session, again)
 

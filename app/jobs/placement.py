@@ -15,7 +15,7 @@ from types import MappingProxyType
 
 from sqlalchemy import and_, case, literal, or_, select
 
-from app.jobs.queue import gpu_mask, gpus_of, worker_meets
+from app.jobs.queue import gpu_mask, gpus_of, has_larger_worker, worker_meets
 from app.storage.database import database_now
 from app.storage.session import Session
 from app.storage.tables import Attempt, Job
@@ -102,9 +102,11 @@ def needs(
     Args:
         after_seconds: how long they must have waited.
         devices: the worker's devices, free or not.
-        most: jobs that need more devices than this can train on fewer.
+        most: jobs that need more devices than this can train on fewer. So can jobs with requirements if no
+            worker that meets these has more devices than this one.
         labels: the worker's.
     """
+    dialect = session.get_bind().dialect.name
     there = gpu_mask(device for device in devices if isinstance(device, int))
     queued_at = case((Job.not_before > Job.created_at, Job.not_before), else_=Job.created_at)
     waiting = (
@@ -113,9 +115,13 @@ def needs(
             Job.status == "queued",
             Job.not_before <= database_now(),
             Job.device_count > 1,
-            or_(Job.device_count <= len(devices), Job.device_count > most),
+            or_(
+                Job.device_count <= len(devices),
+                Job.device_count > most,
+                and_(Job.requirements != "{}", ~has_larger_worker(literal(len(devices)), dialect)),
+            ),
             Job.gpu_mask.bitwise_and(there) == Job.gpu_mask,
-            worker_meets(literal(json.dumps(dict(labels))), session.get_bind().dialect.name),
+            worker_meets(literal(json.dumps(dict(labels))), dialect),
             queued_at <= database_now() - after_seconds,
         )
         .order_by(Job.place, Job.id)

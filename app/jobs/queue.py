@@ -34,6 +34,7 @@ from app.contract.plan import Plan
 from app.contract.reports import Failure, Level
 from app.contract.states import JobStatus, RequestedAction
 from app.contract.text import storable
+from app.devices.live_workers import SILENT_SECONDS
 from app.jobs.events import record_event, record_event_without_webhook
 from app.jobs.transitions import Fence, LostJob, change, get, held_by
 from app.planning.devices import MAX_DEVICES, MAX_GPU_ID
@@ -41,7 +42,7 @@ from app.statistics import totals
 from app.storage.compiled import Prepared
 from app.storage.database import database_now, optional_part
 from app.storage.session import Session
-from app.storage.tables import Attempt, Job
+from app.storage.tables import Attempt, Job, Worker
 
 MAX_FAILURES = 3
 """A job ends as failed with this many crashes since its last new checkpoint."""
@@ -81,6 +82,9 @@ class Offer:
     they request."""
     labels: Mapping[str, str] = field(default_factory=dict)
     """The worker's labels."""
+    of_worker: int = MAX_DEVICES
+    """How many devices the worker has. Jobs with requirements that need more may start, too, on the devices
+    offered, if no worker that meets the requirements has more."""
 
 
 ONE_DEVICE = Offer(1)
@@ -108,13 +112,37 @@ def worker_meets(labels: ColumnElement[str], dialect: str) -> ColumnElement[bool
     return or_(Job.requirements == "{}", has_all)
 
 
+def has_larger_worker(devices: ColumnElement[int], dialect: str) -> ColumnElement[bool]:
+    """Whether a live worker that has the labels which a job requires has more devices than these."""
+    alive = Worker.heartbeat_at > database_now() - SILENT_SECONDS
+    larger = devices_of_worker(dialect) > devices
+    return exists(
+        select(1)
+        .select_from(Worker)
+        .where(alive, larger, worker_meets(cast(Worker.labels, String), dialect))
+        .correlate(Job)
+    )
+
+
+def devices_of_worker(dialect: str) -> ColumnElement[int]:
+    """The number of a worker's devices."""
+    length = func.jsonb_array_length if dialect == "postgresql" else func.json_array_length
+    return length(Worker.devices)
+
+
 def _claim(dialect: str) -> Any:
     jobs: Any = Job.__table__
     free_gpus: BindParameter[int] = bindparam("free_gpus", type_=BigInteger)
+    of_worker: BindParameter[int] = bindparam("of_worker", type_=Integer)
     fits = and_(
         or_(
             jobs.c.device_count <= bindparam("free_devices", type_=Integer),
             jobs.c.device_count > bindparam("shrink_above", type_=Integer),
+            and_(
+                jobs.c.requirements != "{}",
+                jobs.c.device_count > of_worker,
+                ~has_larger_worker(of_worker, dialect),
+            ),
         ),
         jobs.c.gpu_mask.bitwise_and(free_gpus) == jobs.c.gpu_mask,
         jobs.c.place < bindparam("before_place", type_=Double),
@@ -169,6 +197,7 @@ def claim(
         "labels": json.dumps(dict(free.labels)),
         "before_place": free.before_place,
         "shrink_above": free.shrink_above,
+        "of_worker": free.of_worker,
     }
     claimed = _CLAIM.run(session, values)
     if not claimed:
@@ -264,9 +293,10 @@ def seconds_run(session: Session, fence: Fence) -> float:
     return float(session.scalar(earlier) or 0.0)
 
 
-def any_queued(session: Session) -> bool:
-    """Whether any job is queued, including jobs that may not start yet."""
-    return session.scalar(select(Job.id).where(Job.status == "queued").limit(1)) is not None
+def any_queued(session: Session, labels: Mapping[str, str]) -> bool:
+    """Whether any job is queued that a worker with these labels may run, now or later."""
+    own = worker_meets(literal(json.dumps(dict(labels))), session.get_bind().dialect.name)
+    return session.scalar(select(Job.id).where(Job.status == "queued", own).limit(1)) is not None
 
 
 def count_waiting(session: Session, owner: str | None, most: int) -> int:

@@ -9,6 +9,7 @@ from sqlalchemy import BindParameter, Connection, String, and_, bindparam, case,
 
 from app.contract.labels import meets
 from app.devices.live_workers import SILENT_SECONDS
+from app.jobs.queue import devices_of_worker
 from app.jobs.response_schemas import Reason, Waiting
 from app.storage.compiled import Prepared
 from app.storage.database import database_now
@@ -16,13 +17,13 @@ from app.storage.session import Session
 from app.storage.tables import Job, Worker
 
 
-class _Workers(NamedTuple):
-    now: float
-    alive: int
+class _Worker(NamedTuple):
+    """A live worker."""
+
+    labels: dict[str, str]
     free: int
-    """Idle devices of the live worker that has most of them."""
-    most: int
-    """Devices of the largest live worker. A job that requests more trains on these."""
+    """Its idle devices."""
+    devices: int
 
 
 class _Position(NamedTuple):
@@ -52,21 +53,19 @@ class WaitingReasons:
         return waiting_reasons
 
     @cached_property
-    def _workers(self) -> _Workers:
-        ((now, alive, free, most),) = _WORKERS.run(self._where, {})
-        return _Workers(float(now), alive, free or 0, most or 0)
-
-    @cached_property
-    def _labels(self) -> list[dict[str, str]]:
-        """The labels of each live worker."""
-        return [json.loads(labels) for (labels,) in _LABELS.run(self._where, {})]
+    def _now_and_workers(self) -> tuple[float, list[_Worker]]:
+        rows = _WORKERS.run(self._where, {})
+        workers = [
+            _Worker(json.loads(labels), free, own) for _, labels, free, own in rows if labels is not None
+        ]
+        return float(rows[0][0]), workers
 
     def of(self, job: Job) -> Waiting | None:
         """Why a job waits and its queue position; None if it does not wait."""
         if job.status != "queued":
             return None
         self._mark = self._position_of(job)
-        later = job.not_before > self._workers.now
+        later = job.not_before > self._now_and_workers[0]
         return Waiting(
             reason=self._reason(later=later, devices=job.device_count, requirements=job.requirements),
             queue_position=self._mark.ahead + 1,
@@ -93,14 +92,18 @@ class WaitingReasons:
         return counted
 
     def _reason(self, *, later: bool, devices: int = 1, requirements: str = "{}") -> Reason:
-        if not self._workers.alive:
+        _, workers = self._now_and_workers
+        if not workers:
             return "no_worker"
-        if requirements != "{}" and not any(meets(own, json.loads(requirements)) for own in self._labels):
+        required = json.loads(requirements)
+        matching = [worker for worker in workers if meets(worker.labels, required)]
+        if not matching:
             return "no_matching_worker"
         if later:
             return "retry_delay"
-        needed = max(1, min(devices, self._workers.most))
-        return "starting" if self._workers.free >= needed else "no_free_gpu"
+        most = max(worker.devices for worker in matching)  # a job that requests more trains on these
+        needed = max(1, min(devices, most))
+        return "starting" if any(worker.free >= needed for worker in matching) else "no_free_gpu"
 
 
 def _ahead(dialect: str) -> object:
@@ -131,14 +134,16 @@ def _between(dialect: str) -> object:
 
 
 def _workers(dialect: str) -> object:
-    length = func.jsonb_array_length if dialect == "postgresql" else func.json_array_length
-    own = length(Worker.devices)
+    """The time, and the live workers with labels, idle devices and devices; one row without these if there is
+    no worker."""
+    own = devices_of_worker(dialect)
     used = select(func.coalesce(func.sum(Job.device_count), 0)).where(
         Job.status == "running", Job.worker_id == Worker.id
     )
     free = own - used.correlate(Worker).scalar_subquery()
-    return select(database_now(), func.count(), func.max(free), func.max(own)).where(
-        Worker.heartbeat_at > database_now() - SILENT_SECONDS
+    now = select(database_now().label("now")).subquery()
+    return select(now.c.now, cast(Worker.labels, String), free, own).select_from(
+        now.outerjoin(Worker, Worker.heartbeat_at > now.c.now - SILENT_SECONDS)
     )
 
 
@@ -148,9 +153,5 @@ def _by_time(dialect: str) -> object:
     return select(*columns, func.count()).where(Job.status == "queued").group_by(*columns)
 
 
-def _labels(dialect: str) -> object:
-    return select(cast(Worker.labels, String)).where(Worker.heartbeat_at > database_now() - SILENT_SECONDS)
-
-
 _AHEAD, _BETWEEN = Prepared(_ahead), Prepared(_between)
-_WORKERS, _BY_TIME, _LABELS = Prepared(_workers), Prepared(_by_time), Prepared(_labels)
+_WORKERS, _BY_TIME = Prepared(_workers), Prepared(_by_time)

@@ -5,6 +5,7 @@ The plan of a submission is a prediction; the worker plans again with what is kn
 
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
 from app.contract.architecture import Architecture
@@ -28,6 +29,8 @@ KEPT_SECONDS = 1.0
 _MOST_KEPT = 1000
 
 Value = TypeVar("Value")
+
+_NO_LABELS: Mapping[str, str] = MappingProxyType({})
 
 
 class ShortCache:
@@ -66,13 +69,15 @@ class PlanningInputs:
         """The same inputs, read again instead of taken from the cache."""
         return PlanningInputs(self.database, ShortCache())
 
-    def gpus(self) -> list[Device]:
+    def gpus(self, requirements: Mapping[str, str] = _NO_LABELS) -> list[Device]:
         """See `live_workers.gpus`."""
-        return self._found("gpus", live_workers.gpus)
+        key = ("gpus", tuple(sorted(requirements.items())))
+        return self._found(key, live_workers.gpus, live_workers.SILENT_SECONDS, requirements)
 
-    def machines_with_gpus(self) -> int:
+    def machines_with_gpus(self, requirements: Mapping[str, str]) -> int:
         """See `live_workers.machines_with_gpus`."""
-        return self._found("machines", live_workers.machines_with_gpus)
+        key = ("machines", tuple(sorted(requirements.items())))
+        return self._found(key, live_workers.machines_with_gpus, requirements)
 
     def devices_by_worker(self, requirements: Mapping[str, str]) -> list[list[Device]]:
         """See `live_workers.devices_by_worker`."""

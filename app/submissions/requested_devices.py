@@ -1,9 +1,9 @@
 """The devices that a request asks for, and those that its plan is for."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from app.contract.labels import labels_text
+from app.contract.labels import no_worker_warning
 from app.contract.spec import Spec
 from app.devices import gpus
 from app.devices.gpus import select_devices
@@ -46,26 +46,17 @@ def devices_of(
     Raises:
         Unprocessable: no worker has a named GPU, or several machines have a GPU of that number.
     """
-    by_worker, warning = _workers_for(requested.requirements, inputs)
-    there = gpus.for_planning(settings.declared_devices, inputs.gpus())
+    matching = inputs.devices_by_worker(requested.requirements)
+    by_worker, warning = matching, None
+    if requested.requirements and not matching and (others := inputs.devices_by_worker({})):
+        by_worker = others  # to have a plan
+        warning = no_worker_warning(requested.requirements)
     if requested.gpu_ids is not None:
-        machines = inputs.machines_with_gpus()
-        if by_worker and not machines:
-            raise Unprocessable("gpu_ids: no worker has a GPU: leave gpu_ids out.", field="gpu_ids")
-        if machines > 1:
-            raise Unprocessable(
-                f"gpu_ids: GPUs are numbered by machine, and {machines} machines have GPUs: leave gpu_ids "
-                "out.",
-                field="gpu_ids",
-            )
-        named = select_devices(requested.gpu_ids, inputs.gpus() if by_worker else there)
-        together = [{device.id for device in own} for own in by_worker]
-        if by_worker and not any(own.issuperset(requested.gpu_ids) for own in together):
-            raise Unprocessable(
-                "gpu_ids: no single worker has all of these GPUs, and a job trains on those of one worker.",
-                field="gpu_ids",
-            )
+        named = _named_gpus(
+            requested, inputs, settings, by_worker, requested.requirements if matching else {}
+        )
         return RequestedDevices(len(named), named, len(named), warning)
+    there = gpus.for_planning(settings.declared_devices, inputs.gpus())
     available = by_worker[0] if by_worker else there
     if requested.num_gpus == "auto":
         return RequestedDevices(1, list(available), len(available), warning)
@@ -78,19 +69,46 @@ def devices_of(
         count = len(available) if requested.use_multi_gpu else count
     enough = next((own for own in by_worker if len(own) >= count), available)
     planned = enough[:count]
-    return RequestedDevices(count, planned, len(planned) if by_worker else count, warning)
+    return RequestedDevices(count, planned, len(planned) if matching else count, warning)
 
 
-def _workers_for(
-    requirements: Mapping[str, str], inputs: PlanningInputs
-) -> tuple[list[list[Device]], str | None]:
-    """The devices of each worker that has the required labels; if there is none, those of all workers, and a
-    warning."""
-    found = inputs.devices_by_worker(requirements)
-    others = inputs.devices_by_worker({}) if requirements and not found else []
-    if not others:
-        return found, None
-    return others, f"no running worker has the labels {labels_text(requirements)}: the job waits for one"
+def _named_gpus(
+    requested: TrainingRequest,
+    inputs: PlanningInputs,
+    settings: Settings,
+    by_worker: Sequence[Sequence[Device]],
+    requirements: Mapping[str, str],
+) -> list[Device]:
+    """The GPUs that the request names.
+
+    Args:
+        by_worker: the devices of each worker that counts.
+        requirements: the labels that these workers have.
+
+    Raises:
+        Unprocessable: no worker has one of them, or several machines have a GPU of that number.
+    """
+    assert requested.gpu_ids is not None
+    machines = inputs.machines_with_gpus(requirements)
+    if by_worker and not machines:
+        raise Unprocessable("gpu_ids: no worker has a GPU: leave gpu_ids out.", field="gpu_ids")
+    if machines > 1:
+        raise Unprocessable(
+            f"gpu_ids: GPUs are numbered by machine, and {machines} machines have GPUs: leave gpu_ids out"
+            f"{' or require the hostname of one' if 'hostname' not in requirements else ''}.",
+            field="gpu_ids",
+        )
+    there = inputs.gpus(requirements)
+    named = select_devices(
+        requested.gpu_ids, there if by_worker else gpus.for_planning(settings.declared_devices, there)
+    )
+    together = [{device.id for device in own} for own in by_worker]
+    if by_worker and not any(own.issuperset(requested.gpu_ids) for own in together):
+        raise Unprocessable(
+            "gpu_ids: no single worker has all of these GPUs, and a job trains on those of one worker.",
+            field="gpu_ids",
+        )
+    return named
 
 
 def check_that_workers_can(spec: Spec, requirements: Mapping[str, str], inputs: PlanningInputs) -> None:

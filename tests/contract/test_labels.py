@@ -14,7 +14,7 @@ def test_labels_are_separated_by_commas() -> None:
 
 @pytest.mark.parametrize(
     "text", ["zone", "zone=", "=a", "zone=a=b", "zone=a,zone=b", "a b=c", f"x={101 * 'a'}", "x=a\nb",
-             ",".join(f"n{i}=1" for i in range(17))],
+             "x=a\x9bb", "x=\u202eb", ",".join(f"n{i}=1" for i in range(17))],
 )  # fmt: skip
 def test_other_labels_are_rejected(text: str) -> None:
     with pytest.raises(ValueError, match="name=value"):

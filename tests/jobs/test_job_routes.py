@@ -7,8 +7,9 @@ from fastapi.testclient import TestClient
 from app.devices import live_workers
 from app.devices.gpus import cpu_devices
 from app.main import create_app
+from app.planning.devices import GIB, Device
 from app.settings import Settings
-from app.storage.tables import Worker
+from app.storage.tables import Job, Worker
 from tests.harness.requests import JOB, PATH, submit
 
 
@@ -479,6 +480,40 @@ def test_a_job_is_planned_for_a_worker_with_the_required_labels(client: TestClie
     assert ranks == {"a": 1, "b": 3}
     nowhere = submit(client, use_multi_gpu=True, requirements={"zone": "c"})
     assert "no running worker has the labels zone=c" in nowhere["plan"]["warnings"][-1]
+
+
+def test_a_job_without_a_matching_worker_keeps_the_number_of_devices_requested(
+    client: TestClient, database: Any
+) -> None:
+    with database.writing() as session:
+        devices = [vars(device) for device in cpu_devices(2)]
+        live_workers.beat(
+            session, Worker(id="worker-1", hostname="a", devices=devices, running=[], labels={"zone": "a"})
+        )
+    for zone, expected in (("a", 2), ("b", 4)):
+        job_id = submit(client, num_gpus=4, requirements={"zone": zone})["id"]
+        with database.reading() as session:
+            assert session.get_one(Job, job_id).device_count == expected
+
+
+def test_gpus_are_named_on_the_machine_that_is_required(client: TestClient, database: Any) -> None:
+    with database.writing() as session:
+        for name, count in (("ga", 4), ("gb", 2)):
+            devices = [vars(Device(number, "NVIDIA H100", 80 * GIB, "cuda")) for number in range(count)]
+            own = Worker(
+                id=f"worker-{name}", hostname=name, devices=devices, running=[], labels={"hostname": name}
+            )
+            live_workers.beat(session, own)
+    body = {**JOB, "gpu_ids": [0, 3]}
+    ambiguous = client.post(f"{PATH}/with-accumulation", json=body)
+    assert (ambiguous.status_code, "hostname" in ambiguous.text) == (422, True)
+    answers = {
+        name: client.post(
+            f"{PATH}/with-accumulation", json={**body, "requirements": {"hostname": name}}
+        ).status_code
+        for name in ("ga", "gb")
+    }
+    assert answers == {"ga": 202, "gb": 422}
 
 
 @pytest.mark.parametrize(

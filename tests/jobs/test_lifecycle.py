@@ -10,8 +10,11 @@ import pytest
 from sqlalchemy import func, select, update
 from sqlalchemy.ext.compiler import compiles
 
+from app.contract.labels import no_worker_warning
 from app.contract.reports import Failure
 from app.contract.states import ENDED, JobStatus
+from app.devices import live_workers
+from app.devices.gpus import cpu_devices
 from app.errors import Conflict, NotFound
 from app.jobs import lifecycle, queue, transitions
 from app.jobs.events import record_event
@@ -20,7 +23,7 @@ from app.jobs.queue import MAX_FAILURES, Offer
 from app.jobs.transitions import EDGES, Fence, LostJob, change
 from app.statistics import counters
 from app.storage.database import Database, _postgresql_now, _sqlite_now, database_now
-from app.storage.tables import Attempt, File, Job, JobEvent
+from app.storage.tables import Attempt, File, Job, JobEvent, Worker
 from tests.harness.claims import claim, expire, in_transaction
 from tests.harness.specs import cpu_plan, make_spec
 from tests.harness.submissions import submitted
@@ -394,6 +397,43 @@ def test_a_job_that_no_worker_may_run_lets_others_pass(database: Database) -> No
     submitted(database, requirements={"zone": "b"})
     other = submitted(database)
     assert claim(database) == Fence(other, 1, "worker-1")
+
+
+def test_a_job_trains_on_fewer_devices_if_no_worker_that_may_run_it_has_enough(database: Database) -> None:
+    """Whatever the devices of workers that may not run it."""
+    job_id = submitted(database, device_count=4, requirements={"zone": "a"})
+    labels = {"zone": "a", "disk": "ssd"}
+    with database.writing() as session:
+        for name, count, zone in (("worker-1", 2, "a"), ("worker-2", 4, "b"), ("worker-3", 3, "a")):
+            devices = [vars(device) for device in cpu_devices(count)]
+            live_workers.beat(
+                session, Worker(id=name, hostname=name, devices=devices, running=[], labels={"zone": zone})
+            )
+    with database.writing() as session:
+        assert queue.claim(session, "worker-1", 15.0, Offer(2, labels=labels, of_worker=2)) is None
+        assert queue.claim(session, "worker-3", 15.0, Offer(2, labels=labels)) is None, "one is busy"
+        own = Offer(3, labels=labels, of_worker=3)
+        assert queue.claim(session, "worker-3", 15.0, own) == Fence(job_id, 1, "worker-3")
+
+
+def test_a_retried_job_has_no_warning_of_its_first_submission(database: Database) -> None:
+    requirements = {"zone": "b"}
+    spec = make_spec()
+    own, other = no_worker_warning(requirements), "another warning"
+    plan = cpu_plan(spec).model_copy(update={"warnings": (own, other)})
+    job_id = submitted(database, spec, requirements=requirements, plan=plan)
+    in_transaction(database, lifecycle.cancel, job_id)
+    again = in_transaction(database, lifecycle.retry, job_id)
+    assert again.plan["warnings"] == [other]
+
+
+def test_a_worker_that_empties_the_queue_does_not_wait_for_jobs_that_it_may_not_run(
+    database: Database,
+) -> None:
+    submitted(database, requirements={"zone": "b"})
+    with database.reading() as session:
+        assert queue.any_queued(session, {"zone": "b"})
+        assert not queue.any_queued(session, {"zone": "a"})
 
 
 def test_a_retried_job_requires_the_same_labels(database: Database) -> None:

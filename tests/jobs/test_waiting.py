@@ -67,6 +67,20 @@ def test_a_job_waits_for_a_worker_with_the_required_labels(database: Database) -
     assert reason_of(database, job_id) == "starting"
 
 
+def test_devices_of_workers_without_the_required_labels_do_not_count(database: Database) -> None:
+    with database.writing() as session:
+        live_workers.beat(session, worker_with(2, "worker-1", zone="a"))
+        live_workers.beat(session, worker_with(4, "worker-2", zone="b"))
+    for _ in range(2):
+        submitted(database)
+        claim(database)
+    found = {count: submitted(database, device_count=count, requirements={"zone": "a"}) for count in (1, 4)}
+    reasons = {count: reason_of(database, job_id) for count, job_id in found.items()}
+    assert reasons == {1: "no_free_gpu", 4: "no_free_gpu"}, "worker-2 is idle, but may not run them"
+    wide = submitted(database, device_count=8, requirements={"zone": "b"})
+    assert reason_of(database, wide) == "starting", "it trains on fewer devices"
+
+
 def worker_with(devices: int, name: str = "worker-1", **labels: str) -> Worker:
     found = [vars(device) for device in cpu_devices(devices)]
     return Worker(id=name, hostname="here", devices=found, running=[], labels=labels)
