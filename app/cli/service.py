@@ -75,7 +75,7 @@ def serve() -> None:
 @commands.command()
 def worker(
     until_empty: Annotated[
-        bool, typer.Option("--until-empty", help="Exit once no job is queued and this worker runs none")
+        bool, typer.Option("--until-empty", help="Exit once this worker runs no job, and none is queued that it may run")
     ] = False,
 ) -> None:
     """Run a worker: it claims jobs and trains them.
