@@ -75,7 +75,8 @@ def serve() -> None:
 @commands.command()
 def worker(
     until_empty: Annotated[
-        bool, typer.Option("--until-empty", help="Exit once this worker runs no job, and none is queued that it may run")
+        bool,
+        typer.Option("--until-empty", help="Exit once this worker runs no job, and none is queued for it"),
     ] = False,
 ) -> None:
     """Run a worker: it claims jobs and trains them.
