@@ -8,7 +8,7 @@ jobs. Leases have their own threads (leases.py).
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any
@@ -259,11 +259,16 @@ class Supervisor:
         own = {device.id: each for each in (*self.running, *self.leaving) for device in each.devices}
         offered_ids = {device.id for device in free}
         busy = [device.id for device in self.slots.usable() if device.id not in offered_ids]
-        most = self._most_devices(session)
+        labels, of_worker = self.labels(), len(self.slots.available())
         if not self.settings.trainer_network:  # each job trains on one device
-            return [(free, self._offer(free, shrink_above=1))]
+            return [(free, _offer(free, labels, shrink_above=1))]
+        larger = live_workers.labels_of_larger(session, of_worker)
+        most = MAX_DEVICES if larger else of_worker  # no worker has more than `MAX_DEVICES`
+        shrinkable = queue.shrinkable(session, of_worker, labels, larger) if larger else ()
         there = [*(device.id for device in free), *busy]
-        wanted = placement.needs(session, self.settings.reserve_after_seconds, there, most, self.labels())
+        wanted = placement.needs(
+            session, self.settings.reserve_after_seconds, there, most, labels, shrinkable, of_worker
+        )
         left = placement.seconds_left(session, [each.fence.job_id for each in own.values()]) if wanted else {}
         expected = {device: left.get(each.fence.job_id, 0.0) for device, each in own.items()}
         found = placement.tiers(
@@ -276,37 +281,14 @@ class Supervisor:
         offers = []
         for tier in found:
             offered = [device for device in free if device.id in tier.devices]
-            are_all = offered == free and not busy
-            if offered:
-                shrink_above = most if are_all else MAX_DEVICES
-                offers.append(
-                    (offered, self._offer(offered, tier.before_place, shrink_above, are_all=are_all))
-                )
+            if not offered:
+                continue
+            if offered == free and not busy:
+                offer = _offer(offered, labels, tier.before_place, most, shrinkable, of_worker)
+            else:
+                offer = _offer(offered, labels, tier.before_place)
+            offers.append((offered, offer))
         return offers
-
-    def _offer(
-        self,
-        devices: Sequence[Device],
-        before_place: float = inf,
-        shrink_above: int = MAX_DEVICES,
-        *,
-        are_all: bool = False,
-    ) -> Offer:
-        """An offer of devices.
-
-        Args:
-            are_all: whether these are all devices of this worker.
-        """
-        gpu_ids = tuple(device.id for device in devices if isinstance(device.id, int))
-        of_worker = len(devices) if are_all else MAX_DEVICES
-        return Offer(len(devices), gpu_ids, before_place, shrink_above, self.labels(), of_worker)
-
-    def _most_devices(self, session: Session) -> int:
-        """This worker's number of devices if no worker has more; otherwise `MAX_DEVICES`, which is more than
-        any worker has."""
-        own = len(self.slots.available())
-        most = max([own, *map(len, live_workers.devices_by_worker(session))])
-        return own if own == most else MAX_DEVICES
 
     def _store_progress(self, running: Running) -> None:
         """Stores what the trainer has reported, and the job's end if the trainer has ended. After
@@ -372,7 +354,9 @@ class Supervisor:
     def _interrupt(self, running: Running, why: str) -> None:
         if not running.interrupted_because:
             running.interrupted_because = why
-            running.trainer.interrupt(running.grace_seconds)
+            is_cancelled = running.requested == "cancel"  # no checkpoint is needed
+            grace = self.settings.stop_grace_seconds if is_cancelled else running.grace_seconds
+            running.trainer.interrupt(grace)
 
     def _lose(self, running: Running) -> None:
         """Kills the trainer of a job that belongs to another worker, or soon will."""
@@ -425,6 +409,19 @@ def _transient_reason(error: Exception) -> str | None:
     if isinstance(error, DBAPIError) and is_unavailable(error):
         return "the database could not be used when the job was to start"
     return None
+
+
+def _offer(
+    devices: Sequence[Device],
+    labels: Mapping[str, str],
+    before_place: float = inf,
+    shrink_above: int = MAX_DEVICES,
+    shrinkable: tuple[str, ...] = (),
+    of_worker: int = MAX_DEVICES,
+) -> Offer:
+    """An offer of these devices."""
+    gpu_ids = tuple(device.id for device in devices if isinstance(device.id, int))
+    return Offer(len(devices), gpu_ids, before_place, shrink_above, labels, shrinkable, of_worker)
 
 
 def _chosen(job: Job, free: list[Device]) -> list[Device]:

@@ -116,7 +116,7 @@ def compare(
     url: Url = DEFAULT_URL,
     as_json: AsJson = False,
 ) -> None:
-    """Compare jobs: losses over the samples that all have seen; noise, speed and memory of each."""
+    """Compare jobs: losses at the same number of samples seen; noise, speed and memory of each."""
     from app.cli.tables import show_comparison
 
     if len(job_ids) < 2:
@@ -153,7 +153,7 @@ def download(
     job_id: NewestModel = "",
     folder: Annotated[
         Path | None,
-        typer.Argument(help="Target folder; default: a folder with the job's name", show_default=False),
+        typer.Argument(help="Target folder; default: ./ftjob-…, the job's id", show_default=False),
     ] = None,
     url: Url = DEFAULT_URL,
 ) -> None:

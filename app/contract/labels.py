@@ -6,8 +6,8 @@ from typing import Annotated
 from pydantic import Field, StringConstraints, TypeAdapter, ValidationError
 
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9]([A-Za-z0-9_./-]{0,61}[A-Za-z0-9])?$")]
-_UNPRINTABLE = r"\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069"
-"""Control characters, line separators, and what changes the direction of text."""
+_UNPRINTABLE = r"\x00-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff"
+"""Control characters, line separators, characters without width, and what changes the direction of text."""
 
 Value = Annotated[str, StringConstraints(pattern=rf"^[^{_UNPRINTABLE},=]{{1,100}}$", strip_whitespace=True)]
 Labels = Annotated[dict[Name, Value], Field(max_length=16)]

@@ -51,6 +51,12 @@ def devices_by_worker(session: Session, requirements: Mapping[str, str] = _NO_LA
     return sorted(filter(None, found), key=lambda own: (own[0].kind != "cuda", -len(own)))
 
 
+def labels_of_larger(session: Session, devices: int) -> list[dict[str, str]]:
+    """The labels of each live worker that has more than this number of devices."""
+    alive = select(Worker).where(Worker.heartbeat_at > database_now() - SILENT_SECONDS)
+    return [worker.labels for worker in session.scalars(alive) if len(worker.devices) > devices]
+
+
 def gpus(
     session: Session,
     silent_seconds: float = SILENT_SECONDS,

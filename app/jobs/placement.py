@@ -15,7 +15,8 @@ from types import MappingProxyType
 
 from sqlalchemy import and_, case, literal, or_, select
 
-from app.jobs.queue import gpu_mask, gpus_of, has_larger_worker, worker_meets
+from app.jobs.queue import gpu_mask, gpus_of, worker_meets
+from app.planning.devices import MAX_DEVICES
 from app.storage.database import database_now
 from app.storage.session import Session
 from app.storage.tables import Attempt, Job
@@ -96,15 +97,18 @@ def needs(
     devices: Sequence[DeviceId],
     most: int,
     labels: Mapping[str, str] = _NO_LABELS,
+    shrinkable: Sequence[str] = (),
+    of_worker: int = MAX_DEVICES,
 ) -> list[Need]:
     """The first queued jobs that need several devices, have waited for some time, and can train on a worker.
 
     Args:
         after_seconds: how long they must have waited.
         devices: the worker's devices, free or not.
-        most: jobs that need more devices than this can train on fewer. So can jobs with requirements if no
-            worker that meets these has more devices than this one.
+        most: jobs that need more devices than this can train on fewer.
         labels: the worker's.
+        shrinkable: so can jobs with these requirements that need more than `of_worker`.
+        of_worker: how many devices the worker has, those that are set aside included.
     """
     dialect = session.get_bind().dialect.name
     there = gpu_mask(device for device in devices if isinstance(device, int))
@@ -118,7 +122,7 @@ def needs(
             or_(
                 Job.device_count <= len(devices),
                 Job.device_count > most,
-                and_(Job.requirements != "{}", ~has_larger_worker(literal(len(devices)), dialect)),
+                and_(Job.device_count > of_worker, Job.requirements.in_(shrinkable)),
             ),
             Job.gpu_mask.bitwise_and(there) == Job.gpu_mask,
             worker_meets(literal(json.dumps(dict(labels))), dialect),

@@ -4,7 +4,7 @@ The states and the edges between them are drawn in transitions.py. The caller ow
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any
@@ -30,11 +30,11 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects.postgresql import JSONB
 
+from app.contract.labels import meets
 from app.contract.plan import Plan
 from app.contract.reports import Failure, Level
 from app.contract.states import JobStatus, RequestedAction
 from app.contract.text import storable
-from app.devices.live_workers import SILENT_SECONDS
 from app.jobs.events import record_event, record_event_without_webhook
 from app.jobs.transitions import Fence, LostJob, change, get, held_by
 from app.planning.devices import MAX_DEVICES, MAX_GPU_ID
@@ -82,9 +82,11 @@ class Offer:
     they request."""
     labels: Mapping[str, str] = field(default_factory=dict)
     """The worker's labels."""
+    shrinkable: tuple[str, ...] = ()
+    """Requirements of jobs that may start, too, if they need more devices than `of_worker`: no worker that
+    meets these requirements has as many."""
     of_worker: int = MAX_DEVICES
-    """How many devices the worker has. Jobs with requirements that need more may start, too, on the devices
-    offered, if no worker that meets the requirements has more."""
+    """How many devices this worker has."""
 
 
 ONE_DEVICE = Offer(1)
@@ -112,15 +114,30 @@ def worker_meets(labels: ColumnElement[str], dialect: str) -> ColumnElement[bool
     return or_(Job.requirements == "{}", has_all)
 
 
-def has_larger_worker(devices: ColumnElement[int], dialect: str) -> ColumnElement[bool]:
-    """Whether a live worker that has the labels which a job requires has more devices than these."""
-    alive = Worker.heartbeat_at > database_now() - SILENT_SECONDS
-    larger = devices_of_worker(dialect) > devices
-    return exists(
-        select(1)
-        .select_from(Worker)
-        .where(alive, larger, worker_meets(cast(Worker.labels, String), dialect))
-        .correlate(Job)
+def shrinkable(
+    session: Session, devices: int, labels: Mapping[str, str], larger: Sequence[Mapping[str, str]]
+) -> tuple[str, ...]:
+    """The requirements of queued jobs that need more devices than any worker has that meets them.
+
+    Args:
+        devices: how many devices the worker has that wants to know.
+        labels: its labels.
+        larger: the labels of the live workers with more devices.
+    """
+    query = (
+        select(Job.requirements)
+        .distinct()
+        .where(
+            Job.status == "queued",
+            Job.requirements != "{}",
+            Job.device_count > devices,
+            worker_meets(literal(json.dumps(dict(labels))), session.get_bind().dialect.name),
+        )
+    )
+    return tuple(
+        text
+        for text in session.scalars(query)
+        if not any(meets(labels_of_other, json.loads(text)) for labels_of_other in larger)
     )
 
 
@@ -130,18 +147,23 @@ def devices_of_worker(dialect: str) -> ColumnElement[int]:
     return length(Worker.devices)
 
 
+def _texts_of(array: ColumnElement[str], dialect: str) -> Any:
+    """The texts of a JSON array, as a subquery."""
+    if dialect == "postgresql":
+        return select(func.jsonb_array_elements_text(cast(array, JSONB)).column_valued("text"))
+    return select(func.json_each(array).table_valued("value", name="texts").c.value)
+
+
 def _claim(dialect: str) -> Any:
     jobs: Any = Job.__table__
     free_gpus: BindParameter[int] = bindparam("free_gpus", type_=BigInteger)
-    of_worker: BindParameter[int] = bindparam("of_worker", type_=Integer)
     fits = and_(
         or_(
             jobs.c.device_count <= bindparam("free_devices", type_=Integer),
             jobs.c.device_count > bindparam("shrink_above", type_=Integer),
             and_(
-                jobs.c.requirements != "{}",
-                jobs.c.device_count > of_worker,
-                ~has_larger_worker(of_worker, dialect),
+                jobs.c.device_count > bindparam("of_worker", type_=Integer),
+                jobs.c.requirements.in_(_texts_of(bindparam("shrinkable", type_=String), dialect)),
             ),
         ),
         jobs.c.gpu_mask.bitwise_and(free_gpus) == jobs.c.gpu_mask,
@@ -198,6 +220,7 @@ def claim(
         "before_place": free.before_place,
         "shrink_above": free.shrink_above,
         "of_worker": free.of_worker,
+        "shrinkable": json.dumps(free.shrinkable),
     }
     claimed = _CLAIM.run(session, values)
     if not claimed:

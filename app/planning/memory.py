@@ -178,13 +178,18 @@ def bytes_on_disk(spec: Spec) -> int:
     """The most that a job writes to disk: two checkpoints, a third one in progress, and the model."""
     lora = spec.method.lora
     saved = spec.model.architecture.parameters if lora is None or lora.merge else _trained_parameters(spec)
-    runs = spec.split.devices if spec.strategy == "independent" else 1
-    return runs * (_CHECKPOINTS * checkpoint_bytes(spec) + 4 * saved)
+    return _CHECKPOINTS * checkpoint_bytes(spec) + _models_of(spec) * 4 * saved
 
 
 def checkpoint_bytes(spec: Spec) -> int:
-    """The size of a checkpoint: trained parameters and the optimizer's states, in fp32."""
-    return int(_trained_parameters(spec) * 4 * (1 + OPTIMIZER_STATES[spec.optimizer.name]))
+    """The size of a job's checkpoint: trained parameters and the optimizer's states in fp32, of each model
+    that it trains."""
+    own = int(_trained_parameters(spec) * 4 * (1 + OPTIMIZER_STATES[spec.optimizer.name]))
+    return _models_of(spec) * own
+
+
+def _models_of(spec: Spec) -> int:
+    return spec.split.devices if spec.strategy == "independent" else 1
 
 
 def _trained_parameters(spec: Spec) -> int:

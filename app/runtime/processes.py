@@ -1,12 +1,13 @@
 """Service and worker as processes of their own, started and ended together."""
 
+import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FrameType
 from typing import IO
 
@@ -19,13 +20,17 @@ _LIFELINES: dict[int, int] = {}
 this process ends."""
 
 _END_SECONDS = 45.0
-"""Longer than a small trainer's grace for its checkpoint."""
+"""How long service and worker may take to end; longer than a small trainer's grace for its checkpoint."""
 
-_LONGEST_END_SECONDS = 3600.0
-"""How long `accrue up` waits for a worker, which ends trainers of any size in time unless it hangs."""
+_WORKER_SECONDS = 24 * 3600.0
+"""How long `accrue up` waits for a worker, which kills trainers that take too long for their checkpoints."""
 
 _NOTICE_SECONDS = 5.0
 """After this time, `accrue up` says what it waits for."""
+
+_SEPARATE_SECONDS = 1.0
+"""Signals that follow each other faster than this count as one: a process may receive them as one, and a
+closing terminal and its shell send one each."""
 
 
 def check_port(host: str, port: int) -> None:
@@ -77,39 +82,40 @@ def start(
 
 
 def end(
-    processes: Sequence[subprocess.Popen[bytes]],
-    *,
-    seconds: float = _END_SECONDS,
-    is_hurried: Callable[[], bool] = lambda: False,
+    processes: Mapping[subprocess.Popen[bytes], float] | Sequence[subprocess.Popen[bytes]],
+    hurries: Callable[[], int] = lambda: 0,
 ) -> None:
     """Sends SIGTERM to each process, and SIGKILL to those that still run after a while.
 
     Args:
-        seconds: how long they may take.
-        is_hurried: once it returns true, each process gets a second SIGTERM, which makes a worker kill its
-            trainers.
+        processes: those to end, perhaps with the seconds that each may take.
+        hurries: how often a hurry was requested so far. At the first time, processes get another SIGTERM,
+            which makes a worker kill its trainers; at the second time, SIGKILL.
     """
-    began, hurried, noticed = time.monotonic(), False, False
-    _terminate(processes)
-    while any(process.poll() is None for process in processes):
-        elapsed = time.monotonic() - began
-        if elapsed > seconds:
-            for process in processes:
+    limits = processes if isinstance(processes, Mapping) else dict.fromkeys(processes, _END_SECONDS)
+    began = signalled_at = time.monotonic()
+    is_hurried = is_noticed = False
+    _terminate(limits)
+    while any(process.poll() is None for process in limits):
+        now = time.monotonic()
+        for process, seconds in limits.items():
+            if now - began > seconds or hurries() > 1:
                 process.kill()
-        elif is_hurried() and not hurried:
-            hurried = True
-            _terminate(processes)
-        elif elapsed > _NOTICE_SECONDS and not noticed and seconds > _END_SECONDS:
-            noticed = True
-            print("accrue: trainers are writing their checkpoints; Ctrl-C again ends them at once, and their "
-                  "jobs continue from earlier checkpoints", file=sys.stderr)  # fmt: skip
+        if hurries() and not is_hurried and now - signalled_at > _SEPARATE_SECONDS:
+            is_hurried = True
+            _terminate(limits)
+        if now - began > _NOTICE_SECONDS and not is_noticed and max(limits.values()) > _END_SECONDS:
+            is_noticed = True
+            with contextlib.suppress(OSError):  # the terminal may be closed
+                print("accrue: trainers are writing their checkpoints; Ctrl-C ends them at once, and their "
+                      "jobs continue from earlier checkpoints", file=sys.stderr, flush=True)  # fmt: skip
         time.sleep(0.05)
-    for process in processes:
+    for process in limits:
         if (lifeline := _LIFELINES.pop(process.pid, None)) is not None:
             os.close(lifeline)
 
 
-def _terminate(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+def _terminate(processes: Iterable[subprocess.Popen[bytes]]) -> None:
     for process in processes:
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
@@ -118,13 +124,14 @@ def _terminate(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 def up() -> int:
     """Runs the service and the worker until a signal arrives or one of them ends. Returns the exit status.
 
-    While they end, another signal makes the worker kill its trainers.
+    While they end, another signal makes the worker kill its trainers, and a third one kills everything.
     """
-    signals = 0
+    signals: list[float] = []
 
     def stop(number: int, frame: FrameType | None) -> None:
-        nonlocal signals
-        signals += 1
+        now = time.monotonic()
+        if not signals or now - signals[-1] > _SEPARATE_SECONDS:
+            signals.append(now)
 
     ending = [signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup means to outlive the terminal
@@ -138,10 +145,12 @@ def up() -> int:
             time.sleep(0.2)
             ended = {name: part.returncode for name, part in parts.items() if part.poll() is not None}
     finally:
-        before = signals
-        end([parts["service"]])
-        end([parts["worker"]], seconds=_LONGEST_END_SECONDS, is_hurried=lambda: signals > before)
+        requested = min(len(signals), 1)
+        end(
+            {parts["service"]: _END_SECONDS, parts["worker"]: _WORKER_SECONDS},
+            hurries=lambda: len(signals) - requested,
+        )
     for name, status in ended.items():
         how = signal.Signals(-status).name if status < 0 else f"status {status}"
         print(f"accrue: the {name} ended unexpectedly ({how}), so everything was stopped", file=sys.stderr)
-    return 1 if ended and not before else 0
+    return 1 if ended and not requested else 0

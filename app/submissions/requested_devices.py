@@ -52,9 +52,10 @@ def devices_of(
         by_worker = others  # to have a plan
         warning = no_worker_warning(requested.requirements)
     if requested.gpu_ids is not None:
-        named = _named_gpus(
-            requested, inputs, settings, by_worker, requested.requirements if matching else {}
-        )
+        if warning:
+            named = _like_those_of(by_worker[0], requested.gpu_ids)
+        else:
+            named = _named_gpus(requested, inputs, settings, matching)
         return RequestedDevices(len(named), named, len(named), warning)
     there = gpus.for_planning(settings.declared_devices, inputs.gpus())
     available = by_worker[0] if by_worker else there
@@ -72,33 +73,42 @@ def devices_of(
     return RequestedDevices(count, planned, len(planned) if matching else count, warning)
 
 
+def _like_those_of(devices: Sequence[Device], gpu_ids: Sequence[int]) -> list[Device]:
+    """GPUs of these numbers, planned like those of another worker as long as theirs does not run.
+
+    Raises:
+        Unprocessable: that worker has no GPU.
+    """
+    if devices[0].kind != "cuda":
+        raise Unprocessable("gpu_ids: no worker has a GPU: leave gpu_ids out.", field="gpu_ids")
+    return [replace(devices[place % len(devices)], id=gpu_id) for place, gpu_id in enumerate(gpu_ids)]
+
+
 def _named_gpus(
     requested: TrainingRequest,
     inputs: PlanningInputs,
     settings: Settings,
     by_worker: Sequence[Sequence[Device]],
-    requirements: Mapping[str, str],
 ) -> list[Device]:
     """The GPUs that the request names.
 
     Args:
-        by_worker: the devices of each worker that counts.
-        requirements: the labels that these workers have.
+        by_worker: the devices of each worker that has the required labels.
 
     Raises:
         Unprocessable: no worker has one of them, or several machines have a GPU of that number.
     """
     assert requested.gpu_ids is not None
-    machines = inputs.machines_with_gpus(requirements)
+    machines = inputs.machines_with_gpus(requested.requirements)
     if by_worker and not machines:
         raise Unprocessable("gpu_ids: no worker has a GPU: leave gpu_ids out.", field="gpu_ids")
     if machines > 1:
         raise Unprocessable(
-            f"gpu_ids: GPUs are numbered by machine, and {machines} machines have GPUs: leave gpu_ids out"
-            f"{' or require the hostname of one' if 'hostname' not in requirements else ''}.",
+            f"gpu_ids: GPUs are numbered by machine, and {machines} machines have GPUs: leave gpu_ids out, "
+            "or require the hostname of one (requirements).",
             field="gpu_ids",
         )
-    there = inputs.gpus(requirements)
+    there = inputs.gpus(requested.requirements)
     named = select_devices(
         requested.gpu_ids, there if by_worker else gpus.for_planning(settings.declared_devices, there)
     )

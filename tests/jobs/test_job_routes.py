@@ -511,9 +511,9 @@ def test_gpus_are_named_on_the_machine_that_is_required(client: TestClient, data
         name: client.post(
             f"{PATH}/with-accumulation", json={**body, "requirements": {"hostname": name}}
         ).status_code
-        for name in ("ga", "gb")
+        for name in ("ga", "gb", "down")
     }
-    assert answers == {"ga": 202, "gb": 422}
+    assert answers == {"ga": 202, "gb": 422, "down": 202}, "a job waits for a worker that is down"
 
 
 @pytest.mark.parametrize(

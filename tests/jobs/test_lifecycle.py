@@ -13,8 +13,6 @@ from sqlalchemy.ext.compiler import compiles
 from app.contract.labels import no_worker_warning
 from app.contract.reports import Failure
 from app.contract.states import ENDED, JobStatus
-from app.devices import live_workers
-from app.devices.gpus import cpu_devices
 from app.errors import Conflict, NotFound
 from app.jobs import lifecycle, queue, transitions
 from app.jobs.events import record_event
@@ -23,7 +21,7 @@ from app.jobs.queue import MAX_FAILURES, Offer
 from app.jobs.transitions import EDGES, Fence, LostJob, change
 from app.statistics import counters
 from app.storage.database import Database, _postgresql_now, _sqlite_now, database_now
-from app.storage.tables import Attempt, File, Job, JobEvent, Worker
+from app.storage.tables import Attempt, File, Job, JobEvent
 from tests.harness.claims import claim, expire, in_transaction
 from tests.harness.specs import cpu_plan, make_spec
 from tests.harness.submissions import submitted
@@ -402,18 +400,19 @@ def test_a_job_that_no_worker_may_run_lets_others_pass(database: Database) -> No
 def test_a_job_trains_on_fewer_devices_if_no_worker_that_may_run_it_has_enough(database: Database) -> None:
     """Whatever the devices of workers that may not run it."""
     job_id = submitted(database, device_count=4, requirements={"zone": "a"})
-    labels = {"zone": "a", "disk": "ssd"}
+    submitted(database, device_count=4, requirements={"zone": "b"})
+    required, labels = '{"zone": "a"}', {"zone": "a", "disk": "ssd"}
+    with database.reading() as session:
+        assert queue.shrinkable(session, 3, labels, [{"zone": "b"}]) == (required,)
+        assert queue.shrinkable(session, 3, labels, [{"zone": "a"}]) == ()
+        assert queue.shrinkable(session, 4, labels, []) == (), "it has enough itself"
     with database.writing() as session:
-        for name, count, zone in (("worker-1", 2, "a"), ("worker-2", 4, "b"), ("worker-3", 3, "a")):
-            devices = [vars(device) for device in cpu_devices(count)]
-            live_workers.beat(
-                session, Worker(id=name, hostname=name, devices=devices, running=[], labels={"zone": zone})
-            )
-    with database.writing() as session:
-        assert queue.claim(session, "worker-1", 15.0, Offer(2, labels=labels, of_worker=2)) is None
-        assert queue.claim(session, "worker-3", 15.0, Offer(2, labels=labels)) is None, "one is busy"
-        own = Offer(3, labels=labels, of_worker=3)
-        assert queue.claim(session, "worker-3", 15.0, own) == Fence(job_id, 1, "worker-3")
+        assert queue.claim(session, "worker-1", 15.0, Offer(2, labels=labels)) is None, "it is not idle"
+        some = Offer(2, labels=labels, shrinkable=(required,), of_worker=4)
+        assert queue.claim(session, "worker-1", 15.0, some) is None, "some are set aside"
+        own = Offer(3, labels=labels, shrinkable=(required,), of_worker=3)
+        assert queue.claim(session, "worker-1", 15.0, own) == Fence(job_id, 1, "worker-1")
+        assert queue.claim(session, "worker-1", 15.0, own) is None
 
 
 def test_a_retried_job_has_no_warning_of_its_first_submission(database: Database) -> None:

@@ -247,7 +247,10 @@ def test_devices_are_kept_only_for_jobs_that_the_worker_may_run(database: Databa
     with database.reading() as session:
         assert needs(session, 60, [0, 1], most=2, labels={"zone": "a"}) == []
         assert len(needs(session, 60, [0, 1], most=2, labels={"zone": "b", "disk": "ssd"})) == 1
-        assert len(needs(session, 60, [0], most=8, labels={"zone": "b"})) == 1, "no worker of zone b has more"
+        labels, required = {"zone": "b"}, ('{"zone": "b"}',)
+        assert needs(session, 60, [0], most=8, labels=labels) == []
+        assert len(needs(session, 60, [0], 8, labels, required, of_worker=1)) == 1, "no worker has enough"
+        assert needs(session, 60, [0], 8, labels, required, of_worker=2) == [], "one is set aside"
 
 
 def test_a_pause_does_not_count_as_waiting(database: Database) -> None:

@@ -1,5 +1,8 @@
 """How service and worker are ended."""
 
+import os
+import select
+import signal
 import subprocess
 import sys
 import time
@@ -38,12 +41,68 @@ def test_a_process_gets_one_signal_and_the_time_that_it_takes(stubborn: subproce
 
 @pytest.mark.parametrize("stubborn", [2], indirect=True)
 def test_a_hurried_end_sends_a_second_signal(stubborn: subprocess.Popen[bytes]) -> None:
-    hurry_at = time.monotonic() + 0.2
-    processes.end([stubborn], is_hurried=lambda: time.monotonic() > hurry_at)
+    processes.end([stubborn], hurries=lambda: 1)
     assert stubborn.returncode == 0
 
 
 @pytest.mark.parametrize("stubborn", [99], indirect=True)
 def test_a_process_that_does_not_end_is_killed(stubborn: subprocess.Popen[bytes]) -> None:
-    processes.end([stubborn], seconds=0.2)
-    assert stubborn.returncode == -9
+    processes.end({stubborn: 0.2})
+    assert stubborn.returncode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("stubborn", [99], indirect=True)
+def test_a_second_hurry_kills_at_once(stubborn: subprocess.Popen[bytes]) -> None:
+    processes.end([stubborn], hurries=lambda: 2)
+    assert stubborn.returncode == -signal.SIGKILL
+
+
+UP = f"""
+import subprocess, sys
+from app.runtime import processes
+
+STUBBORN = {STUBBORN!r}
+SIGNALS = {{"serve": 1, "worker": 2}}
+
+def start(part):
+    process = subprocess.Popen([sys.executable, "-c", STUBBORN, str(SIGNALS[part])], stdout=subprocess.PIPE,
+                               start_new_session=True)
+    process.stdout.readline()
+    return process
+
+processes.start = start
+processes._NOTICE_SECONDS = 0.1
+print("up", flush=True)
+sys.exit(processes.up())
+"""
+"""`accrue up` with a worker that ends at its second SIGTERM."""
+
+
+def test_another_interruption_hurries_the_worker_but_not_one_that_follows_at_once() -> None:
+    with subprocess.Popen([sys.executable, "-c", UP], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as both:
+        assert both.stdout is not None
+        assert both.stderr is not None
+        both.stdout.readline()
+        assert select.select([both.stderr], [], [], 0.5)[0] == [], "it runs"
+        for _ in range(2):
+            both.send_signal(signal.SIGHUP)  # by a closing terminal, and by its shell
+        assert b"checkpoints" in both.stderr.readline()
+        time.sleep(1.2)
+        assert both.poll() is None
+        both.send_signal(signal.SIGINT)
+        assert both.wait(20) == 0
+
+
+def test_a_closed_terminal_does_not_keep_a_worker_from_ending_in_its_time() -> None:
+    closed_by_us, theirs = os.pipe()
+    with subprocess.Popen([sys.executable, "-c", UP], stdout=subprocess.PIPE, stderr=theirs) as both:
+        os.close(theirs)
+        assert both.stdout is not None
+        both.stdout.readline()
+        os.close(closed_by_us)
+        time.sleep(0.5)
+        both.send_signal(signal.SIGINT)
+        time.sleep(1.2)
+        assert both.poll() is None, "the worker has not been given up"
+        both.send_signal(signal.SIGINT)
+        assert both.wait(20) == 0

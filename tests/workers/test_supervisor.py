@@ -14,13 +14,13 @@ from sqlalchemy.exc import OperationalError
 from sqlalchemy.pool import QueuePool
 
 from app.contract.plan import Plan
-from app.devices import gpus
+from app.devices import gpus, live_workers
 from app.devices.gpus import DetectedGpu
 from app.jobs import lifecycle, queue, transitions
 from app.planning.devices import GIB
 from app.settings import Settings
 from app.storage.database import Database
-from app.storage.tables import Job, JobEvent, StepMetric
+from app.storage.tables import Job, JobEvent, StepMetric, Worker
 from tests.harness.runs import small_data, until, write_texts
 from tests.harness.specs import make_spec
 from tests.harness.submissions import submitted
@@ -232,6 +232,46 @@ def test_until_empty_ends_the_worker_when_the_queue_is_empty(
     supervisor.until_empty = True
     supervisor.run()
     assert {job(database, job_id).status for job_id in ids} == {"failed"}
+
+
+def test_until_empty_ends_a_worker_although_a_job_needs_another_one(
+    supervisor: Supervisor, database: Database
+) -> None:
+    submitted(database, requirements={"zone": "elsewhere"})
+    supervisor.until_empty = True
+    supervisor.run()
+    supervisor.settings = supervisor.settings.model_copy(update={"worker_labels": "zone=elsewhere"})
+    assert not supervisor._is_done()
+
+
+@pytest.mark.parametrize("is_labelled", [True, False])
+@pytest.mark.parametrize("aside", [0, 1])
+def test_a_job_that_is_wider_than_all_workers_that_may_run_it_starts(
+    settings: Settings, database: Database, is_labelled: bool, aside: int
+) -> None:
+    """Even if one of the worker's devices is set aside, and another worker has enough, but may not run it."""
+    chosen = settings.model_copy(update={"worker_labels": "zone=a", "reserve_after_seconds": 0.0})
+    slots = Slots(on_cpu=True, cpu_devices=4)
+    supervisor = Supervisor(chosen, database, slots)
+    job_id = submitted(database, device_count=8, requirements={"zone": "a"} if is_labelled else {})
+    elsewhere = [vars(device) for device in gpus.cpu_devices(8)]
+    with database.writing() as session:
+        live_workers.beat(session, supervisor.leases._row())
+        if is_labelled:
+            live_workers.beat(
+                session,
+                Worker(id="worker-b", hostname="b", devices=elsewhere, running=[], labels={"zone": "b"}),
+            )
+    for device in slots.available()[:aside]:
+        slots.set_aside(device, "a test")
+    free = slots.usable()
+    with database.reading() as session:
+        partly = supervisor._offers(session, free[1:])
+        offers = supervisor._offers(session, free)
+    assert supervisor._claim_first(partly) == (None, []), "it waits for the worker's other devices"
+    fence, devices = supervisor._claim_first(offers)
+    assert fence is not None
+    assert (fence.job_id, devices) == (job_id, free)
 
 
 def test_a_stuck_trainer_is_killed_and_its_job_retried(

@@ -30,9 +30,6 @@ PART_VARIABLE = "ACCRUE_PART"
 """What a child process does: `replica` trains one of them, `combine` makes the job's result of all."""
 
 _POLL_SECONDS = 0.2
-_STOP_SECONDS = 60.0
-"""After a requested interruption, replicas have this long for their checkpoints, before they are killed."""
-
 _MOST_STEPS_AHEAD = 10_000
 """The maximum number of a replica's steps that are held in memory until the other replicas have made them."""
 
@@ -152,13 +149,11 @@ class _Team:
             self.waiting.remove(number)
 
     def _interrupt(self) -> int:
-        """Passes a requested interruption on, and waits until all replicas have written their checkpoints."""
+        """Passes a requested interruption on, and waits until all replicas have written their checkpoints;
+        the worker kills those that take too long."""
         for process, _ in self.running.values():
             process.send_signal(signal.SIGTERM)
-        until = time.monotonic() + _STOP_SECONDS
-        while (
-            any(process.poll() is None for process, _ in self.running.values()) and time.monotonic() < until
-        ):
+        while any(process.poll() is None for process, _ in self.running.values()):
             time.sleep(_POLL_SECONDS)
         self.merged.update()
         return INTERRUPTED
