@@ -282,6 +282,7 @@ def test_a_parquet_file_that_expands_enormously_is_rejected(
     pq.write_table(pa.table({"text": column}), tmp_path / "bomb.parquet")
     content = (tmp_path / "bomb.parquet").read_bytes()
     assert len(content) < 2**20
+    client.app.state.settings = settings.model_copy(update={"max_file_bytes": 2**26})  # type: ignore[attr-defined]
     answer = upload(client, "bomb.parquet", content)
     assert "ACCRUE_MAX_FILE_BYTES" in answer["detail"]
     assert list(settings.files_dir.iterdir()) == []
