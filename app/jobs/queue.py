@@ -120,7 +120,7 @@ def shrinkable(
     """The requirements of queued jobs that need more devices than any worker has that meets them.
 
     Args:
-        devices: how many devices the worker has that wants to know.
+        devices: the number of devices of the worker that asks.
         labels: its labels.
         larger: the labels of the live workers with more devices.
     """
