@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Browser, Locator, Page, expect
+from playwright.sync_api import Browser, Locator, Page, Route, expect
 
 from tests.harness.browser import DESKTOP, PHONE, PageErrors
 from tests.harness.runs import until
@@ -129,6 +129,22 @@ def test_a_model_is_trained_further(page: Page, service: Accrue, data: Path, tra
     assert job["status"] == "succeeded"
     assert trained[0].removeprefix("ftjob-") in job["model_name"]
     expect(page.get_by_role("link", name="Train it further")).to_be_visible()
+
+
+def test_start_waits_for_the_upload(page: Page, data: Path) -> None:
+    held: list[Route] = []
+    page.route(
+        "**/v1/files",
+        lambda route: held.append(route) if route.request.method == "POST" else route.continue_(),
+    )
+    page.goto("./")
+    page.get_by_label("Upload JSON lines").set_input_files(data)
+    plan(page, Epochs="1", Sequence_length="24", Effective_batch="16")
+    page.get_by_role("button", name="Start").click()
+    expect(page.get_by_text("The file is being uploaded")).to_be_visible()
+    [upload] = held
+    upload.continue_()
+    page.wait_for_url(re.compile("#/job/ftjob-"))
 
 
 def test_the_effective_batch_updates_while_typing(page: Page) -> None:

@@ -168,6 +168,7 @@ export async function show(main, { chosen, signal }) {
   let idempotencyKey = crypto.randomUUID?.() ?? String(Math.random());
   async function submitJob(button, dry) {
     clearRefusals(form);
+    await waitForUpload(button);
     if (!isComplete(values())) return;
     button.disabled = true;
     try {
@@ -187,8 +188,18 @@ export async function show(main, { chosen, signal }) {
     }
   }
 
+  async function waitForUpload(button) {
+    if (!files.uploading()) return;
+    button.disabled = true;
+    fill(starting, h("p", { class: "muted", role: "status" }, "The file is being uploaded …"));
+    await files.uploading();
+    fill(starting);
+    button.disabled = false;
+  }
+
   async function lookAtData(button) {
     clearRefusals(form);
+    await waitForUpload(button);
     const { file, model, length } = values();
     if (!file) return mark("file", "Choose a file, or upload one.");
     button.disabled = true;
@@ -539,8 +550,11 @@ async function fillModels(form, signal) {
 /** The list of uploaded files, and a field that uploads another one. */
 function fileChoice(chooser) {
   const errorElement = h("small", { id: "wrong-upload", class: "wrong", role: "alert" });
+  let newest = 0;
   async function load(signal, chosen) {
+    const turn = ++newest;
     const { data } = await get("v1/files?limit=100", signal);
+    if (turn !== newest) return; // a later list has the file that was uploaded meanwhile
     const own = data.filter((file) => file.purpose === "fine-tune");
     const day = (file) =>
       new Date(file.created_at * 1000).toLocaleString([], { month: "short", day: "numeric", hour: "2-digit", minute: "2-digit" });
@@ -553,9 +567,16 @@ function fileChoice(chooser) {
     );
   }
   const tell = () => chooser.dispatchEvent(new Event("input", { bubbles: true }));
-  async function uploadChosen(event) {
+  let uploading = null;
+  function uploadChosen(event) {
     const [file] = event.target.files;
     if (!file) return;
+    const own = uploadFile(file).finally(() => {
+      if (uploading === own) uploading = null;
+    });
+    uploading = own;
+  }
+  async function uploadFile(file) {
     errorElement.textContent = "";
     try {
       const stored = await upload(file, columnsOf(columns.value));
@@ -583,6 +604,8 @@ function fileChoice(chooser) {
   });
   return {
     load,
+    /** Resolves when the file that is being uploaded is there, or was refused; null if there is none. */
+    uploading: () => uploading,
     upload: h(
       "div",
       { class: "field" },
