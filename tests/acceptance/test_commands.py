@@ -226,6 +226,7 @@ def test_administration_commands(shared: Accrue, tmp_path: Path) -> None:
         shared.env["ACCRUE_DATA_DIR"] = str(shared.data)
 
 
+@pytest.mark.slow
 def test_the_demo_fails_if_the_model_learned_too_little(shared: Accrue, tmp_path: Path) -> None:
     done = shared.command("demo", "--folder", str(tmp_path / "demo"), "--steps", "2")
     assert done.returncode == 1

@@ -21,7 +21,9 @@ from workers.profiling.tape import peaks
     [
         Case("llama", rows=2, sequence=64),
         Case("gpt2", rows=2, sequence=64, options={"method": "lora", "checkpointing": True}),
-        Case("mixtral", rows=2, sequence=64, options={"precision": "bf16"}),
+        pytest.param(
+            Case("mixtral", rows=2, sequence=64, options={"precision": "bf16"}), marks=pytest.mark.slow
+        ),
         Case("gpt2", rows=2, sequence=64, micro_batches=1, ranks=2),
         pytest.param(
             Case("llama", rows=2, sequence=64, ranks=3, strategy="fsdp", options={"checkpointing": True}),

@@ -39,7 +39,7 @@ def test_the_peak_is_the_same_for_2_and_for_64_accumulation_steps(window64: Wind
     assert max(peaks.values()) <= 1.001 * min(peaks.values())
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_resident_memory_does_not_grow_over_two_thousand_steps(tmp_path: Path) -> None:
     spec = make_spec(
         data=small_data(max_length=16),

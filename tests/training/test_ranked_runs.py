@@ -110,7 +110,7 @@ def test_a_tuned_run_continues_on_more_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fault", ["kill", "stop", "crash"])
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_rank_that_fails_ends_all_ranks(tmp_path: Path, fault: str, rank: int) -> None:
     run = with_ranks(create_run(tmp_path / "run", make_spec(data=small_data(), max_steps=10**6)), [0.5, 0.5])
     trainer = start_trainer(run)
