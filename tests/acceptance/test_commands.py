@@ -157,6 +157,7 @@ def test_jobs_are_paused_resumed_cancelled_and_tried_again(shared: Accrue, data:
     assert job_id not in run(shared, "jobs", "--limit", "100")
 
 
+@pytest.mark.slow
 def test_benchmark_measures_and_plots_the_cost_of_accumulation(shared: Accrue, tmp_path: Path) -> None:
     small = ("--micro-batch", "2", "--max-length", "16", "--micro-batches", "16", "--rounds", "1")
     said = run(shared, "benchmark", *small, "--png", str(tmp_path / "cost.png"))

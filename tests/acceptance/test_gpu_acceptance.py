@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 ON_CPU = ("environment", "attention", "loss", "memory", "resume", "certificate", "out of memory")
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_the_parts_run_on_a_cpu_and_say_what_needs_cuda(tmp_path: Path) -> None:
     out = tmp_path / "gpu.json"
     done = subprocess.run(

@@ -20,7 +20,10 @@ from workers.profiling.tape import peaks
     "case",
     [
         Case("llama", rows=2, sequence=64),
-        Case("gpt2", rows=2, sequence=64, options={"method": "lora", "checkpointing": True}),
+        pytest.param(
+            Case("gpt2", rows=2, sequence=64, options={"method": "lora", "checkpointing": True}),
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             Case("mixtral", rows=2, sequence=64, options={"precision": "bf16"}), marks=pytest.mark.slow
         ),

@@ -28,7 +28,7 @@ def stopped_at(run: RunDirectory, step: int) -> None:
 
 @pytest.mark.parametrize(
     ("ranks", "stage"),
-    [(3, 3), (2, 1), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((2, 3), (3, 2)))],
+    [(3, 3), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((2, 1), (2, 3), (3, 2)))],
 )
 def test_a_divided_model_trains_as_a_whole_one(tmp_path: Path, ranks: int, stage: ZeroStage) -> None:
     validation = ValidationSpec(file_id=None, sha256=None, format=None, share=0.2)
