@@ -1,7 +1,7 @@
 """How service and worker are ended."""
 
+import contextlib
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -68,11 +68,11 @@ def start(part):
     process = subprocess.Popen([sys.executable, "-c", STUBBORN, str(SIGNALS[part])], stdout=subprocess.PIPE,
                                start_new_session=True)
     process.stdout.readline()
+    print(part, flush=True)
     return process
 
 processes.start = start
 processes._NOTICE_SECONDS = 0.1
-print("up", flush=True)
 sys.exit(processes.up())
 """
 """`accrue up` with a worker that ends at its second SIGTERM."""
@@ -80,10 +80,8 @@ sys.exit(processes.up())
 
 def test_another_interruption_hurries_the_worker_but_not_one_that_follows_at_once() -> None:
     with subprocess.Popen([sys.executable, "-c", UP], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as both:
-        assert both.stdout is not None
         assert both.stderr is not None
-        both.stdout.readline()
-        assert select.select([both.stderr], [], [], 0.5)[0] == [], "it runs"
+        wait_for_worker(both)
         for _ in range(2):
             both.send_signal(signal.SIGHUP)  # by a closing terminal, and by its shell
         assert b"checkpoints" in both.stderr.readline()
@@ -97,12 +95,18 @@ def test_a_closed_terminal_does_not_keep_a_worker_from_ending_in_its_time() -> N
     closed_by_us, theirs = os.pipe()
     with subprocess.Popen([sys.executable, "-c", UP], stdout=subprocess.PIPE, stderr=theirs) as both:
         os.close(theirs)
-        assert both.stdout is not None
-        both.stdout.readline()
+        wait_for_worker(both)
         os.close(closed_by_us)
-        time.sleep(0.5)
-        both.send_signal(signal.SIGINT)
-        time.sleep(1.2)
-        assert both.poll() is None, "the worker has not been given up"
-        both.send_signal(signal.SIGINT)
-        assert both.wait(20) == 0
+        for _ in range(10):  # each is a second after the one before, as `up` receives them
+            assert both.poll() is None, "the worker has not been given up"
+            both.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                both.wait(1.5)
+                break
+        assert both.returncode == 0
+
+
+def wait_for_worker(both: subprocess.Popen[bytes]) -> None:
+    """Waits until `up`, whose signal handlers are there by then, has started both processes."""
+    assert both.stdout is not None
+    assert [both.stdout.readline(), both.stdout.readline()] == [b"serve\n", b"worker\n"]

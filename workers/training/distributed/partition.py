@@ -69,6 +69,7 @@ class _Window:
     shares: Sequence[float]
     budgets: Sequence[BudgetCosts]
     had: Sequence[float]
+    """What each rank has already, in tokens."""
 
     def divide(self, ranks: Sequence[int]) -> tuple[float, Sequence[int], list[int]]:
         """The shortest time in which the ranks can train the window, if they take its samples in this order;
