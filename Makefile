@@ -28,12 +28,12 @@ demo: $(STAMP) ## Train a small model end to end over HTTP, and show what happen
 	$(BIN)/accrue demo
 
 test: check ## Run every check and the quick tests (a few minutes)
-	$(BIN)/python -m pytest -m "not alone and not thorough" --numprocesses auto --maxprocesses 4 --dist loadfile
+	$(BIN)/python -m pytest -m "not alone and not thorough" --numprocesses 3 --dist loadfile
 
 test-all: test test-rest ## Run every check and every test but slow ones and long faults, on PostgreSQL too (about 25 minutes)
 
 test-rest: $(STAMP) ## Run the tests that `make test` leaves out
-	$(BIN)/python -m pytest -m "thorough and not alone" --numprocesses auto --maxprocesses 4 --dist loadfile
+	$(BIN)/python -m pytest -m "thorough and not alone" --numprocesses 3 --dist loadfile
 	$(BIN)/python -m pytest -m alone
 	$(BIN)/python -m pytest --postgresql --numprocesses 2 --dist loadfile $(DATABASE_TESTS)
 

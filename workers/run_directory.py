@@ -96,7 +96,7 @@ SILENCE_VARIABLE = "ACCRUE_LIFELINE_SECONDS"
 out."""
 
 
-_FINISH, _COOLING, _TRIAL = "finish", "cooling", "trial"
+_FINISH, _COOLING, _TRIAL, _KERNELS = "finish", "cooling", "trial", "comparing-kernels"
 
 _STEP = re.compile(rb'\{"attempt":\d+,"step":(\d+),.*\}$')
 """Matches a whole line of the log; a line torn by a kill does not match."""
@@ -311,6 +311,19 @@ class RunDirectory:
     def clear_trial(self) -> None:
         """Removes the mark, once its consequence is recorded."""
         (self.path / _TRIAL).unlink(missing_ok=True)
+
+    @contextmanager
+    def comparing_kernels(self, rank: int) -> Iterator[None]:
+        """Marks that a rank compares the kernels of other packages with the model's own: the mark stays if
+        that ends the process."""
+        mark = self.path / f"{_KERNELS}-{rank}"
+        mark.touch()
+        yield
+        mark.unlink(missing_ok=True)
+
+    def ended_comparing_kernels(self, rank: int) -> bool:
+        """Whether an attempt ended within such a comparison."""
+        return (self.path / f"{_KERNELS}-{rank}").exists()
 
     def _record(self, name: str, line: BaseModel) -> None:
         with append_plain(self.path / name) as file:

@@ -99,7 +99,7 @@ def show_preview(seen: dict[str, Any]) -> None:
 
 def show_models(trained: list[dict[str, Any]], to_plan_for: list[dict[str, Any]]) -> None:
     """Shows the base models that Accrue can plan, then the trained models."""
-    others = Table(Column("base model", no_wrap=True), "parameters", "positions", "source", box=None)
+    others = Table(Column("base model", no_wrap=True), "parameters", "context length", "source", box=None)
     for model in to_plan_for:
         positions = f"{model['positions']:,}"
         others.add_row(model["id"], _parameters(model["parameters"]), positions, model["source"])

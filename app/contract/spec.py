@@ -18,6 +18,7 @@ ScheduleName = Literal["constant", "linear", "cosine", "one_cycle"]
 WarmupShape = Literal["linear", "quadratic", "constant"]
 Overlength = Literal["truncate", "split", "error"]
 Attention = Literal["sdpa", "eager", "flash_attention_2"]
+Kernels = Literal["auto", "none"]
 AuxScope = Literal["window", "sequence", "none"]
 RunPrecision = Literal["fp32", "tf32", "bf16", "fp16", "pure_bf16"]
 Tune = Literal["while_training", "first", "only"]
@@ -186,6 +187,8 @@ class Spec(Frozen):
     """Whether the optimizer's states are kept in host memory and its step runs on the CPU."""
     gradient_checkpointing: bool
     attention: Attention
+    kernels: Kernels = "none"
+    """auto: also kernels of liger-kernel and flash-attn, where they are installed and keep the gradient."""
     compile: bool
     freeze: tuple[str, ...]
     eval_every: int | None

@@ -25,7 +25,7 @@ class DatasetOptions(Request):
 
     format: DataFormat | None = Field(None, description="null: detected from the file's lines")
     max_length: int | None = Field(
-        None, ge=2, description="Tokens; null: the model's positions, at most 1024"
+        None, ge=2, description="Tokens; null: the model's context length, at most 1024"
     )
     overlength: Overlength | None = Field(
         None,

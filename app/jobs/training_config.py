@@ -18,6 +18,7 @@ from app.contract.spec import (
     Attention,
     AuxScope,
     EarlyStopping,
+    Kernels,
     ScheduleName,
     Tracker,
     WarmupShape,
@@ -55,6 +56,12 @@ class TrainingConfig(Request):
     gradient_checkpointing: Flag = False
     compile: Flag = Field(False, description="torch.compile, with micro-batches of a few shapes")
     attention: Attention = "sdpa"
+    kernels: Kernels = Field(
+        "auto",
+        description="auto: on a GPU, kernels of liger-kernel and flash-attn where they are installed, if a "
+        "comparison before the first step shows that they do not change the gradient by more than rounding; "
+        "none: only those of PyTorch",
+    )
     deterministic: Flag = Field(
         False,
         description="Every run of the job on one device of the same kind gives the same bits, also on a GPU, "

@@ -141,9 +141,8 @@ def _sequence(requested: BatchSizeRequest, architecture: Architecture) -> int:
     sequence = requested.max_length or min(architecture.positions, DEFAULT_MAX_LENGTH)
     if sequence > architecture.positions:
         raise Unprocessable(
-            f"max_length {sequence} is longer than {requested.model_name}'s {architecture.positions} "
-            "positions: "
-            "lower it, or choose a model with a longer context.",
+            f"max_length {sequence} is longer than {requested.model_name}'s context of "
+            f"{architecture.positions} tokens: lower it, or choose a model with a longer context.",
             field="max_length",
         )
     return sequence

@@ -140,7 +140,7 @@ class PlannableModelResponse(ResponseModel):
     object: Literal["accumulation.model"] = "accumulation.model"
     source: Literal["built_in", "local", "catalogue"]
     parameters: int
-    positions: int
+    positions: int = Field(description="The context length: the most tokens of a sequence")
 
 
 class EffectiveBatchResponse(ResponseModel):

@@ -54,7 +54,8 @@ def compare(session: Session, ids: Sequence[str], points: int) -> Comparison:
     first, last = max(run.samples[0] for run in runs), min(run.samples[-1] for run in runs)
     if first > last:
         raise Conflict(
-            "These jobs cannot be compared: one ended after fewer samples than another's first step."
+            "These jobs cannot be compared: one ended before it had trained on as many samples as the first "
+            "step of another."
         )
     grid = [first + (last - first) * number / (points - 1) for number in range(points)]
     return Comparison(

@@ -95,6 +95,7 @@ class Job(Owned, Base):
     model_name: Mapped[str]
     user_id: Mapped[Any] = mapped_column(Json, nullable=True)
     labels: Mapped[dict[str, Any]]
+    """The `metadata` of the submission; the labels that a worker must have are in `requirements`."""
     """The client's metadata."""
     config_id: Mapped[str | None] = mapped_column(ForeignKey("configurations.id", ondelete="SET NULL"))
     file_id: Mapped[str] = mapped_column(ForeignKey("files.id"))

@@ -97,14 +97,13 @@ def max_length_for(
     """The longest sequence, in tokens.
 
     Raises:
-        Unprocessable: longer than the model's positions.
+        Unprocessable: longer than the model's context length.
     """
     positions = model.architecture.positions
     if requested is not None and requested > positions:
         raise Unprocessable(
-            f"max_length {requested} is longer than {model.name}'s {positions} positions: lower it, or "
-            "choose a "
-            "model with a longer context.",
+            f"max_length {requested} is longer than {model.name}'s context of {positions} tokens: lower it, "
+            "or choose a model with a longer context.",
             field=field,
         )
     return requested or min(positions, DEFAULT_MAX_LENGTH)
@@ -184,6 +183,7 @@ def build_spec(
         use_cpu_offload=config.use_cpu_offload,
         gradient_checkpointing=training.gradient_checkpointing,
         attention=training.attention,
+        kernels=training.kernels,
         compile=training.compile,
         freeze=tuple(training.freeze),
         eval_every=training.eval_every,

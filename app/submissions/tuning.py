@@ -68,7 +68,7 @@ def _check_tunable(
         )
     if training.compile:
         raise Unprocessable(
-            "tune and compile cannot be combined: every measured size would have to be compiled. Tune "
-            "without compile: the result is valid for both.",
+            "tune and compile cannot be combined: every measured size would have to be compiled. Leave one "
+            "of them out.",
             field="tune",
         )

@@ -17,7 +17,7 @@ from app.errors import Forbidden
 from app.planning.inputs import PlanningInputs
 from app.security.authentication import admit
 from app.security.keys import Caller
-from app.security.scopes import Scope
+from app.security.scopes import Scope, lacks_scope
 from app.settings import Settings
 from app.storage.database import Database
 from app.storage.session import Session, Viewer
@@ -58,9 +58,7 @@ async def _caller(request: Request) -> Caller:
         check_names(request)
     needed: Scope = "read" if request.method in ("GET", "HEAD") or _changes_nothing(request) else "write"
     if not caller.may(needed):
-        raise Forbidden(
-            f"This key lacks the scope {needed}: create one with accrue keys create NAME --scope {needed}."
-        )
+        raise Forbidden(lacks_scope(needed))
     return caller
 
 

@@ -20,6 +20,7 @@ from app.security.audit import AuditLog, AuditRecord
 from app.security.authentication import admit, bearer
 from app.security.keys import Caller, is_well_formed
 from app.security.local import refusal
+from app.security.scopes import lacks_scope
 from app.settings import LOOPBACK, Settings
 from app.storage.ids import request_id
 from app.web.body_limits import BodyLimits, is_file_upload, too_large
@@ -172,9 +173,7 @@ class RequestMiddleware:
         try:
             caller = await admit(request)
             if is_upload and not caller.may("write"):  # before the upload is received
-                raise Forbidden(
-                    "This key lacks the scope write: create one with accrue keys create NAME --scope write."
-                )
+                raise Forbidden(lacks_scope("write"))
         except (AccrueError, OperationalError, PoolTimeout) as error:
             answer = accrue_error if isinstance(error, AccrueError) else database_unavailable
             response = answer(request, error)

@@ -1,6 +1,6 @@
 """Faults injected into real processes; after each, nothing is lost or done twice, and the result is equal.
 
-`make test-faults` runs them all, on SQLite and on PostgreSQL; `make test` runs the few in test_faults.py.
+`make test-faults` runs them all, on SQLite and on PostgreSQL; `make test-all` runs the few in test_faults.py.
 docs/faults.md is the table.
 """
 

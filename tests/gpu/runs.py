@@ -69,7 +69,7 @@ def _ours(
     """Samples per second after the first window, which warms up."""
     spec = spec_with(
         effective_batch_size=_EFFECTIVE_BATCH, max_steps=windows, certificate=False, save_every=10**6,
-        noise_scale_every=None, schedule=make_schedule("constant"),
+        noise_scale_every=None, schedule=make_schedule("constant"), kernels="auto",
         precision="bf16" if precision == "bf16" else "no",
     )  # fmt: skip
     run = place.run(name, spec, model=model, lengths=lengths, precision=precision, rule=rule)
@@ -212,6 +212,7 @@ def features(place: Place) -> tuple[dict[str, Any], list[Check]]:
         "lora": ("bf16", {"method": lora}),
         "checkpointing": ("bf16", {"gradient_checkpointing": True}),
         "label smoothing": ("bf16", {"label_smoothing": 0.1}),
+        "kernels of packages": ("bf16", {"kernels": "auto"}),
         "packing": ("bf16", {"data": spec_with().data.model_copy(update={"packing": True})}),
         "gradients on the host": ("bf16", {"accumulate_gradients_on_cpu": True}),
         "optimizer on the host": ("bf16", {"use_cpu_offload": True}),
@@ -243,6 +244,8 @@ def features(place: Place) -> tuple[dict[str, Any], list[Check]]:
             ends = len(losses) == 5 and all(np.isfinite(losses))
             checks.append(Check(name, f"{losses[-1]:.4f}", "5 finite losses", bool(ends)))
             figures[name] = {"losses": losses, "seconds": time.perf_counter() - began}
+            if kernels := events_of(run, "kernels"):
+                figures[name]["kernels"] = [event["message"] for event in kernels]
         except Exception as error:
             checks.append(
                 Check(name, f"{type(error).__name__}: {str(error)[:200]}", "5 finite losses", False)

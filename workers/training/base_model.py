@@ -313,7 +313,8 @@ def _check_positions(model: Any, spec: Spec) -> None:
     if positions is not None and 0 < positions < spec.data.max_length:
         raise CannotTrain(
             "max_length",
-            f"max_length {spec.data.max_length} is longer than {spec.model.name}'s {positions} positions",
+            f"max_length {spec.data.max_length} is longer than {spec.model.name}'s context of {positions} "
+            "tokens",
         )
 
 

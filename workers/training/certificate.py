@@ -6,8 +6,7 @@ loss_checks.py checks separately that the trained loss is the model's own.
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from math import isfinite, sqrt
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,7 +29,9 @@ from workers.training.data import Samples
 from workers.training.decision import Observed
 from workers.training.direct_sums import DirectSums
 from workers.training.exceptions import CannotTrain, InterruptionRequested, OtherRankFailed
+from workers.training.gradient_error import gradient_error
 from workers.training.gradients import InPlace
+from workers.training.kernels import own_kernels
 from workers.training.loss import TokenLoss
 from workers.training.model_parts import is_mixture_of_experts
 from workers.training.parameters import Parameters
@@ -60,35 +61,13 @@ class Certificate:
     they are sent exactly."""
 
 
-Split = TypeVar("Split")
+Split = list[Groups]
+"""The micro-batches of each rank."""
 
 
 def by_autograd(loss: TokenLoss) -> AbstractContextManager[None]:
     """Computes gradients without `DirectSums`, so that the comparison verifies these, too."""
     return nullcontext() if loss.direct is None else loss.direct.suspended()
-
-
-def gradient_error(
-    window: Window, accumulate: Callable[[Split], None], plan: Split, reference: Split
-) -> float:
-    """Compares the gradients of two splits of one window: |plan - reference| / |reference| over all
-    parameters. Holds one gradient on the host.
-
-    Args:
-        accumulate: opens the window and adds the micro-batches of a split, without any randomness.
-    """
-    accumulate(reference)
-    held = {p: gradient.detach().cpu().clone() for p, gradient in window.gradient().items()}
-    window.abandon()
-    accumulate(plan)
-    difference = norm = 0.0
-    for parameter, gradient in window.gradient().items():
-        one = held.pop(parameter).double()
-        difference += float((gradient.detach().cpu().double() - one).square().sum())
-        norm += float(one.square().sum())
-    difference, norm = window.sum_of_parts([difference, norm])
-    window.abandon()
-    return float("inf") if held or not isfinite(norm) else sqrt(difference / norm) if norm else 0.0
 
 
 def smaller_split(plan: Groups) -> Groups:
@@ -174,7 +153,9 @@ def _sent_exactly(replica: Replica) -> AbstractContextManager[None]:
     return nullcontext() if replica.compression is None else replica.compression.switched_off()
 
 
-def _compression_error(replica: Replica, accumulate: Callable[[Split], None], plan: Split) -> float:
+def _compression_error(
+    replica: Replica, accumulate: Callable[[list[Groups]], None], plan: list[Groups]
+) -> float:
     """|compressed - exact| / |exact| of one window's gradient over all parameters.
 
     Args:
@@ -237,7 +218,8 @@ def error_in_fp64(training: TrainingRun, window: Indices, model: Any) -> float |
     samples, replica = training.loader.samples, training.replica
     few = _few(window, samples, sum(each.numel() for each in model.parameters()))
     try:
-        model = models.copy_in_fp64(model)
+        with own_kernels(replica.kernels):
+            model = models.copy_in_fp64(model)
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         loss = TokenLoss(model, smoothing=training.assignment.spec.label_smoothing)
         loss.head = loss.head if replica.token_loss.head is not None else None
@@ -267,7 +249,7 @@ def error_in_fp64(training: TrainingRun, window: Indices, model: Any) -> float |
             isolate_above=training.loader.layout.isolate_above,
         )
         one_by_one = [[each] for each in range(len(few))]
-        with models.without_randomness(model):
+        with own_kernels(replica.kernels), models.without_randomness(model):
             found = gradient_error(twin.window, accumulate, together, one_by_one)
     except (RuntimeError, TypeError, MemoryError):  # no copy, no fp64 in some layer, or not enough memory
         return None
@@ -294,7 +276,7 @@ def _report(training: TrainingRun, window: Indices, certified: Certificate, flip
     error, tolerance = certified.gradient_error, models.TOLERANCE[training.assignment.plan.precision]
     figures = {"tolerance": tolerance, "routing_flips": flips, **vars(certified)}
     if not np.isfinite(error):
-        message = "No certificate yet: the window's gradient is not finite. The next window is compared."
+        message = "This window's gradient is not finite: the gradient check is repeated in the next window."
         training.reporter.event("certificate", message, "warning", **{**figures, "gradient_error": None})
         return
     training.state.fallbacks.equivalence_error = error

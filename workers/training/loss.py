@@ -60,6 +60,9 @@ class TokenLoss(nn.Module):
         self._arguments = {"output_router_logits": True} if routed else {}
         self._caching = {"use_cache": False} if _takes(model, "use_cache") else {}
         self.head = head_of(model) if chunked else None
+        self.passes_boundaries = False
+        """Whether the model is told where the samples of a packed row begin, for flash-attn, which would
+        otherwise read that from the device in each layer."""
         self.direct: DirectSums | None = None
         """Adds the gradient of the head's weight to its sum while a window is open."""
 
@@ -118,7 +121,9 @@ class TokenLoss(nn.Module):
         return found.router_logits
 
     def _arguments_for(self, batch: MicroBatch) -> dict[str, Any]:
-        packed = {} if batch.position_ids is None else {"position_ids": batch.position_ids}
+        packed: dict[str, Any] = {} if batch.position_ids is None else {"position_ids": batch.position_ids}
+        if packed and self.passes_boundaries:
+            packed |= boundaries(batch)
         return {**self._arguments, **packed, **self._caching}
 
     def _of_logits(self, logits: Tensor, batch: MicroBatch) -> Tensor:
@@ -279,6 +284,16 @@ class _ChunkedLoss(torch.autograd.Function):
         ]
         ctx.gradients = None
         return *found, None, None, None, None, None, None, None
+
+
+def boundaries(batch: MicroBatch) -> dict[str, Any]:
+    """Where the samples of a packed row begin and end, and the longest one, as flash-attn takes them."""
+    ends = torch.zeros(len(batch.lengths) + 1, dtype=torch.int32)
+    torch.cumsum(torch.tensor(batch.lengths), 0, out=ends[1:])
+    if batch.input_ids.is_cuda:
+        ends = ends.pin_memory().to(batch.input_ids.device, non_blocking=True)
+    longest = max(batch.lengths)
+    return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
 
 
 def _takes(model: Any, argument: str) -> bool:

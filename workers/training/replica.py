@@ -2,7 +2,7 @@
 
 import gc
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.profiler import record_function
@@ -17,6 +17,9 @@ from workers.training.loss import Forward, TokenLoss
 from workers.training.parameters import Parameters
 from workers.training.stopwatch import Stopwatch
 from workers.training.window import LossScale, Window
+
+if TYPE_CHECKING:
+    from workers.training.kernels import Kernels
 
 
 @dataclass
@@ -38,6 +41,8 @@ class Replica:
     """None if ranks send gradients in their own precision."""
     memory: memory.MemoryWatch
     stopwatch: Stopwatch
+    kernels: "tuple[Kernels, ...]" = ()
+    """Those of other packages that are in use."""
 
     @property
     def is_sharded(self) -> bool:

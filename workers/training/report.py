@@ -55,6 +55,7 @@ def _banner(training: TrainingRun) -> dict[str, str]:
     devices = len(plan.ranks)
     samples_each = -(-spec.effective_batch_size // (steps_each * devices))
     times = f"about {steps_each} × {samples_each}" + (f" × {devices} devices" if devices > 1 else "")
+    used = ", ".join(each.name for each in training.replica.kernels)
     size = f"{by.tokens} tokens" if isinstance(by, TokenBudget) else f"{device.micro_batch_size} samples"
     return {
         "epochs": f"{epochs:g}",
@@ -67,6 +68,7 @@ def _banner(training: TrainingRun) -> dict[str, str]:
         "accumulation steps": f"about {steps_each}",
         "effective batch": f"{spec.effective_batch_size}, {times}",
         "precision": plan.precision,
+        **({"kernels": used} if used else {}),
         "predicted memory": f"{device.predicted_peak_bytes / 2**30:.2f} GiB",
     }
 

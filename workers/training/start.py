@@ -26,6 +26,7 @@ from workers.training.distributed.group import ALONE, Group
 from workers.training.distributed.shares import Shares
 from workers.training.exceptions import CannotTrain, Interrupted
 from workers.training.head_check import check_head
+from workers.training.kernels import choose_kernels
 from workers.training.loss import TokenLoss
 from workers.training.loss_checks import (
     check_causality,
@@ -73,6 +74,7 @@ def start(
     loader = Loader(samples, validation, layout, replica.device, spec.seed)
     loader.limit_buckets(state.budgets[group.rank].tokens)
     _check_exactness(replica, loader, assignment, state.fallbacks, reporter, group)
+    choose_kernels(run, replica, loader, spec, reporter, group.rank)
     until, recorded = _earlier_steps(run, assignment, group)
     budgets = [
         Budget(
@@ -151,6 +153,7 @@ def _replica(
     device = device_of(plan, plan.ranks[group.rank], deterministic=spec.deterministic)
     balance = balance_of(model, spec.aux_scope)
     token_loss = TokenLoss(model, smoothing=spec.label_smoothing, routed=balance is not None)
+    token_loss.passes_boundaries = spec.attention == "flash_attention_2" and not spec.compile
     parameters = place_parameters(assignment, token_loss, device, group)
     host = torch.device("cpu") if spec.use_cpu_offload and device.type == "cuda" else None
     optimizer = make_optimizer(spec.optimizer, parameters.trained.values(), host)

@@ -27,7 +27,7 @@ const TERMS = {
   rate: "How far each step moves the weights. Use 5e-5 for full fine-tuning and 2e-4 for lora. With adamw, doubling the batch allows 1.4 times the rate.",
   validation:
     "A share of the samples that is held out of training: its loss shows whether the model learns or memorises. 0.1 is usual.",
-  loss: "Each window's loss in nats per token, averaged over its tokens, not over its micro-batches. It should fall quickly, then slowly.",
+  loss: "The loss of each window (the effective batch of one step) in nats per token, averaged over its tokens, not over its micro-batches. It should fall quickly, then slowly.",
   learning_rate: "The learning rate of each step: first the warmup, then the schedule.",
   grad_norm:
     "The length of the whole window's gradient before clipping. Spikes come from unusual samples; steady growth means that the learning rate is too high.",

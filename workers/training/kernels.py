@@ -1,0 +1,298 @@
+"""Faster kernels of other packages: used where they are installed, if the gradient stays the same.
+
+- liger-kernel (Hsu et al. 2024, arXiv:2410.10989) computes norms, rotary embeddings and gated feed-forward
+  layers in one kernel each. Its loss is not used: `loss.py` computes the loss in chunks already.
+- flash-attn computes the attention of packed rows sample by sample, without a mask; on Hopper, its third
+  version is faster for all rows.
+
+Before the first step of every attempt, the gradient of two samples is computed with the kernels and without
+them. Those that change it by more than rounding, or that fail, are not used. So a package can make a job
+faster, but neither wrong nor impossible: if the comparison kills the process, the next attempt leaves the
+kernels out.
+"""
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from math import inf, isfinite
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from app.contract.spec import Spec
+from workers.reporter import Reporter
+from workers.run_directory import RunDirectory
+from workers.training import device_errors
+from workers.training import model as models
+from workers.training.batch_loader import Loader
+from workers.training.gradient_error import gradient_error
+from workers.training.loss_checks import typical_samples
+from workers.training.replica import Replica
+
+_HALVES = ("bf16", "fp16", "pure_bf16")
+"""The precisions in which flash-attn runs."""
+
+
+_SAFE_LOSS_SCALE = 256.0
+"""A loss scale for fp16 at which gradients do not overflow."""
+
+
+class Kernels(Protocol):
+    """Kernels of a package, in place of a model's own."""
+
+    name: str
+    """The package and its version."""
+
+    def switch_on(self) -> None:
+        """Uses the kernels."""
+
+    def switch_off(self) -> None:
+        """Uses the model's own."""
+
+
+_ABSENT = object()
+
+
+@dataclass
+class _Change:
+    """An attribute that a package has replaced."""
+
+    place: dict[str, Any]
+    name: str
+    before: Any
+    after: Any
+
+    def set(self, value: Any) -> None:
+        if value is _ABSENT:
+            self.place.pop(self.name, None)
+        else:
+            self.place[self.name] = value
+
+
+class Patch:
+    """Kernels that a function puts into a model: it replaces attributes of the model's layers, and of the
+    Python modules in which their classes are defined.
+
+    Args:
+        apply: called once, when the kernels are switched on for the first time.
+    """
+
+    def __init__(self, name: str, model: Any, apply: Callable[[], None]) -> None:
+        self.name = name
+        self._model, self._apply = model, apply
+        self._changes: list[_Change] | None = None
+
+    def switch_on(self) -> None:
+        if self._changes is None:
+            self._changes = self._changed_by(self._apply)
+        for change in self._changes:
+            change.set(change.after)
+
+    def switch_off(self) -> None:
+        for change in self._changes or ():
+            change.set(change.before)
+
+    def _changed_by(self, apply: Callable[[], None]) -> list[_Change]:
+        """The attributes that it changes. If it fails, they are as before."""
+        layers = list(self._model.modules())
+        code = {type(layer).__module__: sys.modules[type(layer).__module__] for layer in layers}
+        places = [vars(each) for each in (*layers, *code.values())]
+        before = [dict(place) for place in places]
+        try:
+            apply()
+        finally:
+            changes = [
+                _Change(place, name, old.get(name, _ABSENT), place.get(name, _ABSENT))
+                for place, old in zip(places, before, strict=True)
+                for name in place.keys() | old.keys()
+                if place.get(name, _ABSENT) is not old.get(name, _ABSENT)
+            ]
+            for change in changes:
+                change.set(change.before)
+        return changes
+
+
+class FlashAttention:
+    """Attention of the package flash-attn."""
+
+    def __init__(self, replica: Replica, implementation: str, name: str) -> None:
+        self.name = name
+        self._implementation = implementation
+        self._loss, self._model = replica.token_loss, base_of(replica.model)
+
+    def switch_on(self) -> None:
+        self._model.set_attn_implementation(self._implementation)
+        self._loss.passes_boundaries = True
+
+    def switch_off(self) -> None:
+        self._model.set_attn_implementation("sdpa")
+        self._loss.passes_boundaries = False
+
+
+def base_of(model: Any) -> Any:
+    """The model itself, without the wrapper of its adapters."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def installed_kernels(replica: Replica, spec: Spec, *, packed: bool) -> list[Kernels]:
+    """The kernels of installed packages that a replica could use on its device.
+
+    Args:
+        packed: whether rows hold several samples.
+    """
+    if (
+        replica.device.type != "cuda"
+        or spec.kernels == "none"
+        or spec.compile  # which fuses the same layers itself
+        or spec.deterministic
+        or replica.is_sharded
+    ):
+        return []
+    attention = _flash_attention(replica, packed=packed) if spec.attention == "sdpa" else None
+    liger = _liger(base_of(replica.model))
+    return [each for each in (liger, attention) if each is not None]
+
+
+def _liger(model: Any) -> Kernels | None:
+    if importlib.util.find_spec("liger_kernel") is None:
+        return None
+    try:
+        monkey_patch: Any = importlib.import_module("liger_kernel.transformers.monkey_patch")
+    except Exception:  # it may be made for other versions of transformers or Triton
+        return None
+    if model.config.model_type not in monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN:
+        return None
+    without = {"cross_entropy": False, "fused_linear_cross_entropy": False}
+    return Patch(
+        _named("liger-kernel"),
+        model,
+        lambda: monkey_patch._apply_liger_kernel_to_instance(model, **without),
+    )
+
+
+def _flash_attention(replica: Replica, *, packed: bool) -> Kernels | None:
+    """The third version on Hopper; else the second one for packed rows, as PyTorch has it for others."""
+    from transformers.utils import import_utils
+
+    major, _ = torch.cuda.get_device_capability(replica.device)
+    if replica.precision not in _HALVES or major < 8:  # flash-attn supports Ampere and later
+        return None
+    if major == 9 and import_utils.is_flash_attn_3_available():
+        return FlashAttention(replica, "flash_attention_3", _named("flash-attn-3"))
+    if packed and import_utils.is_flash_attn_2_available():
+        return FlashAttention(replica, "flash_attention_2", _named("flash-attn"))
+    return None
+
+
+def _named(package: str) -> str:
+    try:
+        return f"{package} {version(package)}"
+    except PackageNotFoundError:  # its name differs from that of its distribution
+        return package
+
+
+def choose_kernels(
+    run: RunDirectory, replica: Replica, loader: Loader, spec: Spec, reporter: Reporter, rank: int
+) -> None:
+    """Switches on those of the installed kernels that do not change the gradient, and reports them.
+
+    Raises:
+        RuntimeError: the device failed; the next attempt leaves the kernels out.
+    """
+    candidates = installed_kernels(replica, spec, packed=loader.layout.packed)
+    if not candidates:
+        return
+    names = " and ".join(each.name for each in candidates)
+    if run.ended_comparing_kernels(rank):
+        message = f"{names}: not used, since an earlier attempt ended while the kernels were compared."
+        reporter.event("kernels", message, "warning", used=[])
+        return
+    with run.comparing_kernels(rank):
+        for each in candidates:
+            _try(each, replica, loader, reporter)
+
+
+def _try(kernels: Kernels, replica: Replica, loader: Loader, reporter: Reporter) -> None:
+    tolerance, error = models.TOLERANCE[replica.precision], inf
+    try:
+        error = _change_of_gradient(kernels, replica, loader)
+        why = f"it changes the gradient of two samples by {error:.1e} (tolerance {tolerance:g})"
+    except Exception as failure:  # a package may raise anything, and the job can do without it
+        if _breaks_device(failure):
+            raise
+        replica.free_memory()
+        why = f"it fails ({type(failure).__name__}: {' '.join(str(failure).split())[:200]})"
+    known = error if isfinite(error) else None
+    if error <= tolerance:
+        kernels.switch_on()
+        replica.kernels = (*replica.kernels, kernels)
+        message = (
+            f"Kernels of {kernels.name} are used: they change the gradient of two samples by {error:.1e} "
+            f"(tolerance {tolerance:g})."
+        )
+        reporter.event("kernels", message, package=kernels.name, gradient_error=known, used=True)
+        return
+    _quietly(kernels.switch_off)
+    message = f"{kernels.name} is installed but not used: {why}."
+    reporter.event("kernels", message, "warning", package=kernels.name, gradient_error=known, used=False)
+
+
+def _breaks_device(failure: Exception) -> bool:
+    """Whether the process cannot use the device any more."""
+    return (
+        isinstance(failure, RuntimeError)
+        and device_errors.is_transient(failure)
+        and not device_errors.is_out_of_memory(failure)
+    )
+
+
+def _quietly(call: Callable[[], None]) -> None:
+    """Calls what may fail because an earlier call did."""
+    try:
+        call()
+    except Exception:
+        return
+
+
+def _change_of_gradient(kernels: Kernels, replica: Replica, loader: Loader) -> float:
+    """How much kernels change the gradient of two samples: |with - without| / |without|."""
+    chosen = typical_samples(loader)
+    batch = loader.fetch(chosen)
+    denominator = loader.samples.denominator(np.array(chosen))
+    step = replace(replica, balance=None)
+
+    def accumulate(on: bool) -> None:
+        if on:
+            kernels.switch_on()
+        else:
+            kernels.switch_off()
+        step.window.open(denominator)
+        step.add(batch)
+
+    scale = replica.loss_scale
+    before = scale.value if scale else 0.0
+    try:
+        if scale:  # its first value may be too large for any gradient
+            scale.value = min(scale.value, _SAFE_LOSS_SCALE)
+        with models.without_randomness(replica.model):
+            return gradient_error(step.window, accumulate, True, False)
+    finally:
+        if scale:
+            scale.value = before
+
+
+@contextmanager
+def own_kernels(used: Sequence[Kernels]) -> Iterator[None]:
+    """Within the block, the model's own kernels run, which also run on a CPU and in fp64."""
+    for each in used:
+        each.switch_off()
+    try:
+        yield
+    finally:
+        for each in used:
+            each.switch_on()
