@@ -320,7 +320,7 @@ def test_every_trainer_option_can_be_requested(client: TestClient, changes: dict
         ),
         ({"tune": "first"}, "tune", "leave accumulation_steps"),
         ({"tune": "only", "accumulation_steps": None, "micro_batch_size": 4}, "tune", "micro_batch_size out"),
-        ({"tune": "first", "accumulation_steps": None, **training(compile=True)}, "tune", "Leave one of them out"),
+        ({"tune": "first", "accumulation_steps": None, **training(compile=True)}, "tune", "Leave one"),
         ({"tune": "while_training"}, "tune", "leave accumulation_steps"),
         ({"tune": "while_training", "accumulation_steps": None, "num_gpus": 2}, "tune", "single device"),
         ({"tune": "first", "accumulation_steps": None, "clip_mode": "each_micro_batch"}, "tune", "depend"),

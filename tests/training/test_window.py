@@ -13,6 +13,7 @@ from app.contract.plan import FixedCount, FixedSize, TokenBudget
 from tests.harness.small_models import PLAIN, Window64, loss_sum, make_model, promised
 from workers.training.batches import cut_window
 from workers.training.loss import TokenLoss
+from workers.training.stopwatch import Stopwatch
 from workers.training.window import Clipping, LossScale, Window
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
@@ -264,3 +265,40 @@ def test_a_hook_on_the_loss_sees_every_forward_pass(window64: Window64) -> None:
     assert {name for name, _ in loss.named_parameters()} == {
         f"model.{name}" for name, _ in loss.model.named_parameters()
     }
+
+
+class LaggingWatch(Stopwatch):
+    """A stopwatch like a GPU's: the device reaches the marks later."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.steps, self.counts = 0, False
+
+    @property
+    def lags(self) -> bool:
+        return True
+
+    def begin(self) -> None:
+        self.steps += 1
+        self.counts = True
+
+    def end(self) -> None:
+        """The device gets there on its own."""
+
+    def reset(self) -> None:
+        self.counts = False
+
+    def seconds(self) -> float:
+        return float(self.steps) if self.counts else 0.0
+
+
+def test_the_optimizer_s_time_on_a_gpu_is_that_of_the_step_within_the_window() -> None:
+    layer = torch.nn.Linear(3, 1)
+    window = Window(layer.parameters(), torch.optim.SGD(layer.parameters(), lr=0.1))
+    window._optimizer_watch = LaggingWatch()
+    seconds = []
+    for factor in (1.0, 1.0, float("nan"), 1.0, 1.0):
+        window.open(denominator=1.0)
+        window.add(layer(torch.ones(1, 3)).sum() * factor)
+        seconds.append(window.close().optimizer_seconds)
+    assert seconds == [0.0, 1.0, 2.0, 0.0, 3.0]

@@ -1,6 +1,7 @@
 """The run, top to bottom: load, resume, certify, then window after window until the steps are made."""
 
 import contextlib
+from collections.abc import Sequence
 from math import isfinite
 
 from app.contract.assignment import Assignment
@@ -27,6 +28,7 @@ from workers.training.accumulate import TrainedWindow, train_window
 from workers.training.batch_loader import Indices
 from workers.training.batches import tokens_of
 from workers.training.budget import WINDOWS_BEFORE_GROWTH
+from workers.training.checkpoint_writer import Written
 from workers.training.distributed.group import ALONE, Group
 from workers.training.evaluation import validation_loss
 from workers.training.exceptions import Interrupted, InterruptionRequested
@@ -78,8 +80,10 @@ def fit(
             train(training)
         except InterruptionRequested:
             save_checkpoint(training)
+            finish_checkpoints(training)
             raise Interrupted from None
         finally:
+            training.checkpoints.close()
             training.loader.executor.shutdown(cancel_futures=True)
         return finish(training)
 
@@ -127,6 +131,7 @@ def train(training: TrainingRun) -> None:
             with final_failures(training.group):
                 certificate.certify(training)
         advance(training)
+        _report_checkpoints(training, training.checkpoints.written())
         _evaluate_if_due(training)
         if state.step % spec.save_every == 0 and state.step > saved_at:
             save_checkpoint(training)
@@ -134,6 +139,7 @@ def train(training: TrainingRun) -> None:
     if training.loader.validation is not None and state.evaluations.at_step != state.step:
         evaluate(training)
     save_checkpoint(training)
+    finish_checkpoints(training)
 
 
 def _stop_early(training: TrainingRun) -> None:
@@ -217,7 +223,8 @@ def evaluate(training: TrainingRun) -> None:
 
 
 def save_checkpoint(training: TrainingRun) -> None:
-    """Writes a checkpoint, and reports it once the checkpoint and the log up to it are on disk."""
+    """Writes a checkpoint, or begins to, and reports it once the checkpoint and the log up to it are on
+    disk."""
     state, replica = training.state, training.replica
     if replica.loss_scale is not None:
         state.loss_scale.value = replica.loss_scale.value
@@ -227,12 +234,20 @@ def save_checkpoint(training: TrainingRun) -> None:
         training.group.wait()
         return
     training.reporter.sync()
-    path = checkpoint.save(training.run.checkpoints, state, content)
-    if path is not None:
-        training.reporter.event(
-            "checkpoint", f"Checkpoint at step {state.step}.", step=state.step, name=path.name
-        )
+    _report_checkpoints(training, training.checkpoints.write(state, content))
     training.group.wait()
+
+
+def finish_checkpoints(training: TrainingRun) -> None:
+    """Waits for what is being written."""
+    _report_checkpoints(training, training.checkpoints.wait())
+    training.group.wait()
+
+
+def _report_checkpoints(training: TrainingRun, written: Sequence[Written]) -> None:
+    for step, path in written:
+        if path is not None:
+            training.reporter.event("checkpoint", f"Checkpoint at step {step}.", step=step, name=path.name)
 
 
 def _profiled(training: TrainingRun, window: Indices, denominator: float) -> TrainedWindow:

@@ -20,6 +20,7 @@ from workers.training.balance import Balance, balance_of
 from workers.training.batch_loader import Loader
 from workers.training.batches import BatchLayout, Buckets
 from workers.training.budget import Budget
+from workers.training.checkpoint_writer import CheckpointWriter
 from workers.training.data import Prepared, Samples, held_out, of_shard, prepare
 from workers.training.device import device_of
 from workers.training.distributed.group import ALONE, Group
@@ -103,6 +104,7 @@ def start(
         shares=_shares(assignment, state, budgets, recorded, until),
         tuner=make_tuner(run, assignment, state, group, until),
         group=group,
+        checkpoints=CheckpointWriter(run.checkpoints, in_background=replica.device.type == "cuda"),
     )
     return training, prepared
 

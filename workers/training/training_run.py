@@ -15,6 +15,7 @@ from workers.run_directory import RunDirectory
 from workers.training import ramp
 from workers.training.batch_loader import Indices, Loader
 from workers.training.budget import Budget
+from workers.training.checkpoint_writer import CheckpointWriter
 from workers.training.distributed.group import Group
 from workers.training.distributed.shares import Shares
 from workers.training.exceptions import InterruptionRequested
@@ -52,6 +53,7 @@ class TrainingRun:
     shares: Shares
     tuner: Tuner
     group: Group
+    checkpoints: CheckpointWriter
 
     @property
     def budget(self) -> Budget:

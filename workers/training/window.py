@@ -30,6 +30,7 @@ from workers.training import memory
 from workers.training.decision import Observed, Totals, Verdict, decide
 from workers.training.distributed.group import ALONE, Group
 from workers.training.gradients import Gradients, InPlace
+from workers.training.stopwatch import Stopwatch
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,8 @@ class WindowResult(Totals):
     seconds: float = 0.0
     """Wall time since `open()`."""
     optimizer_seconds: float = 0.0
-    """The host's time in the optimizer; with a GPU, this only launches kernels."""
+    """The device's time in the optimizer within `seconds`: on a GPU that of the previous window's step, which
+    it makes after the host has gone on."""
     memory_bytes: int = 0
     """Memory in use when the window was closed: allocated on a GPU, resident on a CPU."""
 
@@ -151,6 +153,7 @@ class Window:
         self._exchanges_early = False
         self._denominator = 1.0
         self._opened = 0.0
+        self._optimizer_watch = Stopwatch(self._device)
         self._loss: Tensor | None = None
         self._extra_loss: Tensor | None = None
         self._first_norm: Tensor | None = None
@@ -314,9 +317,13 @@ class Window:
     def finish(self, totals: Totals, verdict: Verdict) -> WindowResult:
         """Applies the window, or discards it and leaves weights and optimizer unchanged."""
         assert self._grad_norm is not None, "finish() before totals()"
-        device, seconds = self._device, 0.0
+        device, watch = self._device, self._optimizer_watch
+        seconds = watch.seconds() if watch.lags else 0.0
         if verdict is Verdict.APPLY:
-            seconds = self._step()
+            self._step()
+            seconds = seconds if watch.lags else watch.seconds()
+        elif watch.lags:
+            watch.reset()
         if self._scale:
             self._scale.note(verdict)
         took = time.perf_counter() - self._opened
@@ -329,8 +336,8 @@ class Window:
             memory_bytes=memory.in_use(device),
         )
 
-    def _step(self) -> float:
-        """Clips the gradient and steps the optimizer. Returns the host's seconds in the latter."""
+    def _step(self) -> None:
+        """Clips the gradient and steps the optimizer."""
         assert self._grad_norm is not None
         gradients = list(self._gradients.sums().values())
         if self._clipping.limit is not None:
@@ -340,11 +347,11 @@ class Window:
             else:
                 _clip(gradients, self._grad_norm, self._clipping.limit)
         del gradients
-        began = time.perf_counter()
+        self._optimizer_watch.begin()
         with record_function("accrue.optimizer"):
             self._gradients.deliver()
             self._optimizer.step()
-        return time.perf_counter() - began
+        self._optimizer_watch.end()
 
     def sum_of_parts(self, numbers: Sequence[float]) -> list[float]:
         """Sums over the ranks, if each holds only a part of the gradient."""
