@@ -3,11 +3,13 @@
 import socket
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import structlog
 
 from app.devices import gpus
 from app.planning.devices import Device
+from workers.cuda_context import ContextSizes
 from workers.trainer_process import gpu_works
 
 log = structlog.get_logger("accrue.worker")
@@ -41,16 +43,25 @@ class Slots:
     def __init__(self, *, on_cpu: bool | None = None, cpu_devices: int = 1) -> None:
         self._cpu_devices = cpu_devices
         self._on_cpu = not gpus.detected_at_start() if on_cpu is None else on_cpu
+        self._contexts = ContextSizes()
         self._aside_until: dict[int | str, float] = {}
         self._seen_at: dict[int | str, float] = {}
 
     def available(self) -> list[Device]:
         """Every device that answers."""
-        found = (
-            gpus.cpu_devices(self._cpu_devices) if self._on_cpu else [gpu.device for gpu in gpus.detected()]
-        )
+        if self._on_cpu:
+            found = gpus.cpu_devices(self._cpu_devices)
+        else:
+            found = [self._with_context(gpu.device) for gpu in gpus.detected()]
         self._seen_at |= {device.id: time.monotonic() for device in found}
         return found
+
+    def measure_contexts(self) -> None:
+        """Begins to measure what a process holds on each kind of GPU besides its tensors."""
+        self._contexts.measure(self.available())
+
+    def _with_context(self, device: Device) -> Device:
+        return replace(device, context_bytes=self._contexts.of(device))
 
     def usable(self) -> list[Device]:
         """Devices that are not set aside because a trainer failed on them recently or they were too hot.

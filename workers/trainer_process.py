@@ -231,7 +231,7 @@ def gpu_works(device: Device) -> bool:
     try:
         tried = subprocess.run(
             command,
-            env=_device_environment([device]),
+            env=device_environment([device]),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             timeout=_GPU_CHECK_SECONDS,
@@ -244,13 +244,13 @@ def gpu_works(device: Device) -> bool:
 def _environment(devices: Sequence[Device], lifeline: int, silence_seconds: float) -> dict[str, str]:
     """The environment of a trainer."""
     return {
-        **_device_environment(devices),
+        **device_environment(devices),
         LIFELINE_VARIABLE: str(lifeline),
         SILENCE_VARIABLE: str(silence_seconds),
     }
 
 
-def _device_environment(devices: Sequence[Device]) -> dict[str, str]:
+def device_environment(devices: Sequence[Device]) -> dict[str, str]:
     """The environment of a process that uses devices."""
     passed = {name: value for name, value in os.environ.items() if is_passed_on(name)}
     if any(device.expandable_segments for device in devices) and "PYTORCH_CUDA_ALLOC_CONF" not in passed:

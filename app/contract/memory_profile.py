@@ -43,6 +43,9 @@ class Recipe(Frozen):
     by what compiled ones took."""
     expandable_segments: bool = False
     """Whether PyTorch's caching allocator uses expandable segments."""
+    context_bytes: int | None = None
+    """What the process holds on a GPU besides its tensors, as measured there; None if unknown. Not part of a
+    profile, which is of tensors."""
 
 
 Kind = Literal["weights", "gradients", "optimizer", "activations", "logits", "workspace"]

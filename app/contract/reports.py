@@ -175,6 +175,8 @@ class LogLine(Frozen):
     """The gradient's norm by layer, before clipping, on request."""
     ranks: Annotated[tuple[RankLine, ...], Field(max_length=_MOST_RANKS)] | None = None
     """What each rank did; null with one device."""
+    reserved_gb: Number | None = None
+    """The most memory so far that PyTorch's allocator held on a GPU, in GiB; null on a CPU."""
 
 
 class WindowProgress(Frozen):

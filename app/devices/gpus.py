@@ -172,7 +172,14 @@ def for_planning(declared: list[Device], of_workers: list[Device]) -> list[Devic
 
     Declared ones, else those detected here, else those of workers elsewhere, else this machine's CPU.
     """
-    return declared or [gpu.device for gpu in detected()] or of_workers or [this_cpu()]
+    here = [gpu.device for gpu in detected()]
+    return declared or _with_contexts(here, of_workers) or of_workers or [this_cpu()]
+
+
+def _with_contexts(devices: list[Device], of_workers: list[Device]) -> list[Device]:
+    """Devices with the size of a context that a worker has measured on a GPU of the same name."""
+    known = {device.name: device.context_bytes for device in of_workers if device.context_bytes is not None}
+    return [replace(device, context_bytes=known.get(device.name)) for device in devices]
 
 
 def _ask() -> list[DetectedGpu]:

@@ -46,17 +46,25 @@ class Subject:
     """The key of the profile."""
     estimate: Estimate
 
-    def predicted_bytes(self, tokens: int, *, accumulating: bool) -> int:
-        """The peak of allocated memory on a GPU, or of the process on a CPU."""
+    def predicted(self, tokens: int, *, accumulating: bool) -> tuple[int, int | None]:
+        """The peak of allocated memory on a GPU, or of the process on a CPU; and on a GPU, what the allocator
+        holds."""
         memory = self.estimate.memory(tokens / self.sequence, accumulating=accumulating)
-        return memory.peak_process_bytes if self.device.kind == "cpu" else memory.peak_allocated_bytes
+        if self.device.kind == "cpu":
+            return memory.peak_process_bytes, None
+        return memory.peak_allocated_bytes, memory.peak_reserved_bytes
 
 
 def note_run(session: Session, subject: Subject) -> None:
     """Stores what an attempt measured at its largest micro-batch, once it has reached its steady state."""
     own = (StepMetric.job_id == subject.job.id) & (StepMetric.attempt == subject.job.attempt)
-    peak, tokens, steps = session.execute(
-        select(func.max(StepMetric.peak_gb), func.max(StepMetric.largest_tokens), func.count()).where(own)
+    peak, reserved, tokens, steps = session.execute(
+        select(
+            func.max(StepMetric.peak_gb),
+            func.max(StepMetric.reserved_gb),
+            func.max(StepMetric.largest_tokens),
+            func.count(),
+        ).where(own)
     ).one()
     if not peak or tokens is None or steps < _SETTLED_STEPS:
         return
@@ -69,7 +77,16 @@ def note_run(session: Session, subject: Subject) -> None:
             own, StepMetric.largest_tokens == tokens
         )
     )
-    _keep(session, subject, "run", tokens, micro_batches or 1, int(peak * GIB), done / took)
+    _keep(
+        session,
+        subject,
+        "run",
+        tokens,
+        micro_batches or 1,
+        int(peak * GIB),
+        done / took,
+        None if reserved is None else int(reserved * GIB),
+    )
 
 
 def record_tuning(session: Session, subject: Subject, tuning: Tuning) -> None:
@@ -140,11 +157,12 @@ def mean_error(session: Session, source: str, device: DeviceKind) -> float | Non
 
 
 def margin(session: Session, device: DeviceKind) -> float | None:
-    """The share of a device to keep free, so that all but one in twenty of the measured jobs fit.
+    """The share of a device to keep free, so that all but one in twenty of the measured jobs fit. On a GPU,
+    it follows from the memory that the allocator held, since that is what runs out.
 
     None: too little was measured to say.
     """
-    errors = _errors(session, None, device)
+    errors = _errors(session, None, device) if device == "cpu" else _errors_of_reserved(session)
     if len(errors) < _MIN_MEASUREMENTS:
         return None
     beyond = quantiles(errors, n=20, method="inclusive")[-1]
@@ -159,11 +177,12 @@ def _keep(
     micro_batches: int,
     measured_bytes: int | None,
     tokens_per_second: float,
+    reserved_bytes: int | None = None,
 ) -> None:
     """Stores a measurement, unless it is stored already: a second time, its prediction would be based on the
     measurement itself."""
     accumulating = micro_batches > 1
-    predicted = subject.predicted_bytes(tokens, accumulating=accumulating) if tokens > 0 else 0
+    predicted, held = subject.predicted(tokens, accumulating=accumulating) if tokens > 0 else (0, None)
     if not _is_plausible(subject, tokens, measured_bytes, predicted):
         return
     statement = insert_for(session, Measurement).values(
@@ -180,6 +199,8 @@ def _keep(
         source=subject.estimate.source,
         predicted_bytes=predicted,
         measured_bytes=measured_bytes or 0,
+        predicted_reserved_bytes=held,
+        reserved_bytes=reserved_bytes,
         tokens_per_second=tokens_per_second,
     )
     session.execute(statement.on_conflict_do_nothing(index_elements=["job_id", "attempt", "kind", "tokens"]))
@@ -191,6 +212,14 @@ def _is_plausible(subject: Subject, tokens: int, measured: int | None, predicted
     most = min(predicted * _MAX_ERROR_FACTOR + _PROCESS_ALLOWANCE, subject.device.memory_bytes)
     is_possible = measured is None or predicted / _MAX_ERROR_FACTOR <= measured <= most
     return 0 < tokens <= 2 * longest and is_possible
+
+
+def _errors_of_reserved(session: Session) -> list[float]:
+    """The relative errors of what the allocator was predicted to hold on GPUs, of the newest measurements."""
+    measured, predicted = Measurement.reserved_bytes, Measurement.predicted_reserved_bytes
+    query = select(measured, predicted).where(Measurement.device == "cuda", measured > 0, predicted > 0)
+    rows = session.execute(query.order_by(Measurement.created_at.desc()).limit(_MAX_MEASUREMENTS)).all()
+    return [held / expected - 1 for held, expected in rows if held and expected]
 
 
 def _errors(session: Session, source: str | None, device: DeviceKind) -> list[float]:

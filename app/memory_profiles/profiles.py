@@ -80,9 +80,8 @@ def key_of(architecture: Architecture, recipe: Recipe, sequence: int) -> str:
         "direct_sums": False,
         "compile": False,
     }
-    own = recipe.model_dump_json(
-        exclude={name for name, value in defaults.items() if getattr(recipe, name) == value}
-    )
+    unused = {name for name, value in defaults.items() if getattr(recipe, name) == value}
+    own = recipe.model_dump_json(exclude=unused | {"context_bytes"})
     version = _PROFILER_VERSION[recipe.device]
     content = f"{architecture.fingerprint} {own} {sequence} {_torch_version()} {version}"
     return hashlib.sha256(content.encode()).hexdigest()[:32]

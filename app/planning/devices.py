@@ -45,6 +45,8 @@ class Device:
     """The compute capability of a GPU, such as 8.6; None if unknown."""
     uuid: str | None = field(default=None, compare=False)
     """The name by which CUDA selects a GPU or a slice of one (MIG); None: by its number."""
+    context_bytes: int | None = field(default=None, compare=False)
+    """What a process holds on a GPU besides its tensors, as measured; None if unknown."""
 
 
 def common_name(devices: Sequence[Device]) -> str | None:

@@ -140,7 +140,7 @@ class ByProfile:
             activations_bytes=part["activations"],
             logits_bytes=part["logits"],
             workspace_bytes=part["workspace"] + workspace_bytes(self.recipe.device),
-            context_bytes=context_bytes(self.recipe.device),
+            context_bytes=context_bytes(self.recipe),
             reserved_over_allocated=self._reserved_ratio(rows),
         )
 

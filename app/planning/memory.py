@@ -134,7 +134,7 @@ def step_memory(architecture: Architecture, recipe: Recipe, micro_batch: float, 
         activations_bytes=int(activations),
         logits_bytes=int(logits),
         workspace_bytes=workspace_bytes(recipe.device),
-        context_bytes=context_bytes(recipe.device),
+        context_bytes=context_bytes(recipe),
     )
 
 
@@ -202,6 +202,8 @@ def workspace_bytes(device: Literal["cpu", "cuda"]) -> int:
     return _CUDA_WORKSPACE if device == "cuda" else 0
 
 
-def context_bytes(device: Literal["cpu", "cuda"]) -> int:
+def context_bytes(recipe: Recipe) -> int:
     """Memory of a process besides its tensors."""
-    return _CUDA_CONTEXT if device == "cuda" else _CPU_PROCESS
+    if recipe.context_bytes is not None:
+        return recipe.context_bytes
+    return _CUDA_CONTEXT if recipe.device == "cuda" else _CPU_PROCESS

@@ -51,6 +51,7 @@ def make_recipe(
         lora=method.lora,
         quantised=method.name == "qlora",
         expandable_segments=device.expandable_segments,
+        context_bytes=device.context_bytes,
         **{"direct_sums": device.kind == "cpu", **options},
     )
 

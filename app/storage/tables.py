@@ -223,6 +223,7 @@ class StepMetric(Base):
     micro_losses: Mapped[Any] = mapped_column(Json, nullable=True)
     gradient_norms: Mapped[Any] = mapped_column(Json, nullable=True)
     ranks: Mapped[Any] = mapped_column(Json, nullable=True)
+    reserved_gb: Mapped[float | None]
 
 
 class DeletedJob(Base):
@@ -434,7 +435,11 @@ class Measurement(Base):
     """The source of the prediction: measured, simulated or formula."""
     predicted_bytes: Mapped[int] = mapped_column(BigInteger)
     measured_bytes: Mapped[int] = mapped_column(BigInteger)
-    """0 if only the speed was measured."""
-    """The peak of allocated memory on a GPU, or of the whole process on a CPU."""
+    """The peak of allocated memory on a GPU, or of the whole process on a CPU; 0 if only the speed was
+    measured."""
+    predicted_reserved_bytes: Mapped[int | None] = mapped_column(BigInteger)
+    """What PyTorch's allocator was predicted to hold on a GPU."""
+    reserved_bytes: Mapped[int | None] = mapped_column(BigInteger)
+    """The most that it held; null if it was not measured."""
     tokens_per_second: Mapped[float | None]
     """Tokens without padding, per second of forward and backward passes."""

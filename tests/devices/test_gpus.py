@@ -11,7 +11,7 @@ from app.planning.devices import GIB, MAX_GPU_ID, Device
 from tests.harness.runs import until
 from workers.leases import _as_row
 from workers.slots import Slots
-from workers.trainer_process import _device_environment, is_passed_on
+from workers.trainer_process import device_environment, is_passed_on
 
 ANSWER = (
     "0, GPU-aaaa, 35, 81920, 1024, 80896, 550.54, NVIDIA A100-SXM4-80GB, 123, Disabled, Disabled, 41\n"
@@ -87,11 +87,11 @@ def test_segments_grow_by_default_in_plans_and_in_trainers(monkeypatch: pytest.M
         monkeypatch.delenv(name, raising=False)
     device = gpus.detected()[0].device
     assert device.expandable_segments
-    assert _device_environment([device])["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    assert device_environment([device])["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:128")
     device = gpus.detected()[0].device
     assert not device.expandable_segments
-    assert "PYTORCH_ALLOC_CONF" not in _device_environment([device])
+    assert "PYTORCH_ALLOC_CONF" not in device_environment([device])
 
 
 def test_a_hanging_nvidia_smi_does_not_block_callers(
@@ -185,11 +185,11 @@ def test_no_job_starts_on_a_gpu_once_nvidia_smi_has_not_answered_for_long(
 @pytest.mark.usefixtures("nvidia_smi")
 def test_trainers_get_their_gpus_by_uuid() -> None:
     devices = [gpu.device for gpu in gpus.detected()]
-    environment = _device_environment(devices[::-1])
+    environment = device_environment(devices[::-1])
     assert environment["CUDA_VISIBLE_DEVICES"] == "GPU-bbbb,GPU-aaaa"
     assert environment["ACCRUE_GPU_NAMES"] == "1=GPU-bbbb,0=GPU-aaaa"
     unnamed = [Device(3, "A100", 40 * GIB, "cuda")]
-    assert _device_environment(unnamed)["CUDA_VISIBLE_DEVICES"] == "3"
+    assert device_environment(unnamed)["CUDA_VISIBLE_DEVICES"] == "3"
 
 
 @pytest.mark.parametrize(

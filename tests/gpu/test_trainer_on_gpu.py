@@ -14,7 +14,7 @@ from tests.harness.gpu_results import keep
 from tests.harness.small_models import CONFIGS, make_model, make_window64
 from workers.training.batches import cut_window
 from workers.training.budget import Budget
-from workers.training.gradients import SeparateAccumulator
+from workers.training.gradients import SeparateAccumulator, gradients_for
 from workers.training.loss import TokenLoss
 from workers.training.state import LearnedBudget
 from workers.training.window import Clipping, Window
@@ -24,7 +24,7 @@ CUDA = torch.device("cuda")
 
 def gradient(model: Any, groups: list[list[int]], dtype: torch.dtype | None, **options: Any) -> torch.Tensor:
     data, parameters = make_window64(), list(model.parameters())
-    held = SeparateAccumulator(parameters, host=options.pop("host")) if "host" in options else None
+    held = gradients_for(parameters, in_fp32=True, host=options.pop("host")) if "host" in options else None
     loss = TokenLoss(model, **options)
     window = Window(parameters, torch.optim.SGD(parameters, lr=0.0), gradients=held)
     window.open(data.targets)
@@ -68,11 +68,13 @@ def test_host_memory_holds_the_gradients_between_micro_batches() -> None:
     ids = torch.randint(0, 32000, (2, 64), device=CUDA)
     for on_host in (False, True):
         parameters = list(model.parameters())
-        held = SeparateAccumulator(parameters, host=torch.device("cpu") if on_host else None)
+        on_cpu = gradients_for(parameters, in_fp32=True, host=torch.device("cpu"))
+        held = on_cpu if on_host else SeparateAccumulator(parameters)
         window = Window(parameters, torch.optim.SGD(parameters, lr=0.0), gradients=held)
         before = torch.cuda.memory_allocated()
         window.open(100)
         window.add(model(input_ids=ids).logits.float().logsumexp(-1).sum())
+        held.sums()  # waits until they have arrived
         taken = torch.cuda.memory_allocated() - before
         window.abandon()
         held.release()

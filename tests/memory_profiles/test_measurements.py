@@ -136,3 +136,45 @@ def test_a_size_whose_memory_was_not_measured_counts_for_speed_alone(database: D
         assert speeds.points == ((256, 950.0), (512, 900.0))  # not what is smaller than the chosen size
         assert measurements.mean_error(session, subject.estimate.source, "cpu") is None
     assert "accrue_memory_prediction_error{" not in Exposition(database).text().decode()
+
+
+def test_on_a_gpu_the_margin_follows_from_what_the_allocator_held(database: Database) -> None:
+    gpu = Device(0, "NVIDIA L4", 24 * GIB, "cuda", expandable_segments=True)
+    for number in range(6):
+        job_id = submitted(database)
+        with database.writing() as session:
+            job = session.get_one(Job, job_id)
+            subject = profiles.subject(session, job, Spec.model_validate(job.spec), gpu)
+            allocated, held = subject.predicted(128, accumulating=True)
+            assert held is not None
+            # Allocated as predicted; held: a fifth more than predicted.
+            measured = {
+                "attempt": job.attempt, "peak_gb": allocated / GIB, "reserved_gb": 1.2 * held / GIB,
+                "largest_tokens": 128, "gradient_accumulation_steps": 4,
+            }  # fmt: skip
+            for step in (1, 2, 3):
+                session.add(StepMetric(job_id=job_id, **{**line(step).model_dump(), **measured}))
+            session.flush()
+            if number == 5:
+                assert measurements.margin(session, "cuda") == pytest.approx(0.2, abs=0.01)
+            measurements.note_run(session, subject)
+    with database.reading() as session:
+        assert measurements.mean_error(session, "formula", "cuda") == pytest.approx(0.0, abs=0.01)
+        [row] = session.scalars(select(Measurement).order_by(Measurement.created_at).limit(1)).all()
+        assert (row.reserved_bytes or 0) == pytest.approx(1.2 * (row.predicted_reserved_bytes or 0), rel=1e-6)
+
+
+def test_measurements_of_older_trainers_give_no_margin_on_a_gpu(database: Database) -> None:
+    gpu = Device(0, "NVIDIA L4", 24 * GIB, "cuda")
+    for _ in range(6):
+        job_id = submitted(database)
+        with database.writing() as session:
+            job = session.get_one(Job, job_id)
+            measured = {"attempt": job.attempt, "peak_gb": 2.0, "reserved_gb": None, "largest_tokens": 128}
+            for step in (1, 2, 3):
+                session.add(StepMetric(job_id=job_id, **{**line(step).model_dump(), **measured}))
+            session.flush()
+            subject = profiles.subject(session, job, Spec.model_validate(job.spec), gpu)
+            measurements.note_run(session, subject)
+    with database.reading() as session:
+        assert measurements.margin(session, "cuda") is None

@@ -12,6 +12,7 @@ from torch import Tensor
 from workers.training.direct_sums import DirectSums
 from workers.training.distributed.buckets import BUCKET_BYTES, Buckets, in_parts
 from workers.training.distributed.compression import Exchange
+from workers.training.host_sums import HostSums
 
 
 class Gradients(Protocol):
@@ -110,6 +111,7 @@ class SeparateAccumulator:
         host: the device that holds the sums until the optimizer's step; None keeps them with their
         parameters.
         exchange: sums them over all ranks after the last micro-batch; None if there is only one.
+        background: sums them on the host while the backward pass goes on; None: the pass waits.
     """
 
     is_sharded = False
@@ -120,11 +122,13 @@ class SeparateAccumulator:
         *,
         host: torch.device | None = None,
         exchange: Exchange | None = None,
+        background: HostSums | None = None,
     ) -> None:
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self._host = host
         self._exchange = exchange
-        self._sums: dict[Tensor, Tensor] = {}
+        self._background = background
+        self._own_sums: dict[Tensor, Tensor] = {}
         self._hooks = [p.register_post_accumulate_grad_hook(self._take) for p in self._parameters]
 
     def open(self, loss_factor: float) -> None:
@@ -134,18 +138,20 @@ class SeparateAccumulator:
         """The sums are exchanged after it."""
 
     def present(self) -> list[bool]:
-        return [parameter in self._sums for parameter in self._parameters]
+        sums = self.sums()
+        return [parameter in sums for parameter in self._parameters]
 
     def exchange(self, present: Sequence[bool], *, discard: bool) -> None:
         if discard or self._exchange is None:
             return
+        sums = self.sums()
         exchanged = [p for p, somewhere in zip(self._parameters, present, strict=True) if somewhere]
         for parameter in exchanged:
-            if parameter not in self._sums:
+            if parameter not in sums:
                 wider = torch.promote_types(parameter.dtype, torch.float32)
                 device = self._host or parameter.device
-                self._sums[parameter] = torch.zeros_like(parameter, dtype=wider, device=device)
-        for part in in_parts([self._sums[parameter] for parameter in exchanged], BUCKET_BYTES):
+                sums[parameter] = torch.zeros_like(parameter, dtype=wider, device=device)
+        for part in in_parts([sums[parameter] for parameter in exchanged], BUCKET_BYTES):
             together = torch.cat([own.flatten() for own in part])
             pending = self._exchange.begin(together)
             if pending is not None:
@@ -155,32 +161,40 @@ class SeparateAccumulator:
 
     def sums(self) -> dict[Tensor, Tensor]:
         """The sum so far of each parameter that has one."""
-        return self._sums
+        return self._own_sums if self._background is None else self._background.sums()
 
     def deliver(self) -> None:
         """Puts the sums where an optimizer looks for them."""
-        for parameter in list(self._sums):
-            parameter.grad = self._sums.pop(parameter).to(parameter.device, parameter.dtype)
+        sums = self.sums()
+        for parameter in list(sums):
+            parameter.grad = sums.pop(parameter).to(parameter.device, parameter.dtype)
 
     def clear(self) -> None:
-        self._sums.clear()
+        self._own_sums.clear()
+        if self._background is not None:
+            self._background.clear()
         for parameter in self._parameters:
             parameter.grad = None
 
     def release(self) -> None:
         """Releases the parameters: autograd keeps their gradients in `grad` again."""
         self.clear()
+        if self._background is not None:
+            self._background.close()
         for hook in self._hooks:
             hook.remove()
 
     def _take(self, parameter: Tensor) -> None:
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None, "the hook runs after a gradient was accumulated"
+        if self._background is not None:
+            self._background.add(parameter, gradient)
+            return
         device = self._host or gradient.device
-        held = self._sums.get(parameter)
+        held = self._own_sums.get(parameter)
         if held is None:
             wider = torch.promote_types(gradient.dtype, torch.float32)
-            self._sums[parameter] = gradient.to(device, wider)
+            self._own_sums[parameter] = gradient.to(device, wider)
         else:
             held.add_(gradient.to(device))
 
@@ -201,5 +215,7 @@ def gradients_for(
     """
     low = any(p.requires_grad and p.dtype in (torch.bfloat16, torch.float16) for p in parameters)
     if host or (low and in_fp32):
-        return SeparateAccumulator(parameters, host=host, exchange=exchange)
+        on_gpu = next((p.device for p in parameters if p.requires_grad and p.is_cuda), None)
+        background = HostSums(on_gpu) if host and on_gpu is not None else None
+        return SeparateAccumulator(parameters, host=host, exchange=exchange, background=background)
     return InPlace(parameters, direct) if exchange is None else Buckets(parameters, exchange)

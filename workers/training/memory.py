@@ -28,6 +28,12 @@ def peak(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+def peak_reserved(device: torch.device) -> int | None:
+    """The maximum number of bytes that PyTorch's allocator held on a GPU, since the same moment as `peak()`;
+    None on a CPU."""
+    return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None
+
+
 def available_on_host() -> float:
     """Bytes of the host's memory that can be taken without swapping; infinite if the system does not say."""
     with contextlib.suppress(OSError, ValueError, LookupError):

@@ -93,7 +93,8 @@ def log_line(
     """The log line of the step that was just applied."""
     spec, state, loader, result = training.assignment.spec, training.state, training.loader, trained.result
     tokens, lengths = int(loader.samples.lengths[window].sum()), loader.lengths(window)
-    peak = memory.peak(training.replica.device)
+    device = training.replica.device
+    peak, reserved = memory.peak(device), memory.peak_reserved(device)
     remembers = spec.log_memory_usage
     return LogLine(
         attempt=training.assignment.attempt,
@@ -130,6 +131,7 @@ def log_line(
         micro_losses=_micro_means(training, window, trained) if spec.log_micro_losses else None,
         gradient_norms=dict(result.layer_norms) if spec.log_gradients else None,
         ranks=_ranks(training, trained) if training.group.size > 1 else None,
+        reserved_gb=memory.gib(reserved) if remembers and reserved is not None else None,
     )
 
 
