@@ -38,6 +38,7 @@ from app.storage.database import Database
 from app.storage.group_commit import GroupCommit
 from app.storage.migrations import migrate
 from app.storage.waits import WaitLimiter
+from app.sweeps import routes as sweep_routes
 from app.web import dashboard, documentation, error_bodies, openapi
 from app.web.concurrency import ConcurrencyLimit, SlowWork
 from app.web.dependencies import authorised
@@ -65,6 +66,7 @@ _PROBLEM = {"model": Problem, "description": "What is wrong, with the field and 
 _NATIVE = (
     job_routes,
     result_routes,
+    sweep_routes,
     statistics_routes,
     configuration_routes,
     calculator_routes,

@@ -28,6 +28,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "app.planning.job_advice",
     ),
     ("app.submissions",),
+    ("app.sweeps",),
     ("app.maintenance", "app.observability"),
     ("app.web",),
     ("routes",),

@@ -109,7 +109,7 @@ def submit(
         "requirements": _labels(require),
     }  # fmt: skip
     with Client(url) as client:
-        job = _submit(client, file, model, batch, dataset, training, more, settings, columns_of(column))
+        job = submit_file(client, file, model, batch, dataset, training, more, settings, columns_of(column))
         if as_json:
             typer.echo(json.dumps(job, indent=2))
         else:
@@ -160,7 +160,9 @@ def tune(
 
     with Client(url) as client:
         dataset = {"max_length": max_length}
-        job = _submit(client, file, model, batch, dataset, {}, {"tune": "only"}, settings, columns_of(column))
+        job = submit_file(
+            client, file, model, batch, dataset, {}, {"tune": "only"}, settings, columns_of(column)
+        )
         job = wait_for(client, job["id"], "measuring", quiet=as_json)
     if as_json:
         typer.echo(json.dumps(job["result"] and job["result"]["tuning"], indent=2))
@@ -272,7 +274,7 @@ def plan(
         sys.exit(2)
 
 
-def _submit(
+def submit_file(
     client: Client,
     file: Path,
     model: str,
@@ -282,8 +284,10 @@ def _submit(
     more: dict[str, Any],
     settings: list[str] | None,
     columns: dict[str, str] | None,
+    path: str = "/gradient-accumulation/training/with-accumulation",
 ) -> Any:
-    """Uploads the file, unless it exists, and submits a job with it. Returns the service's answer.
+    """Uploads the file, unless it exists, and submits a job, or several, with it. Returns the service's
+    answer.
 
     Raises:
         InvalidRequest: it is not a regular file: a device such as /dev/zero may have no end.
@@ -310,8 +314,8 @@ def _submit(
     queued = False
     try:
         for assignment in settings or []:
-            _set(body, assignment)
-        answer = client.post("/gradient-accumulation/training/with-accumulation", body)
+            set_field(body, assignment)
+        answer = client.post(path, body)
         queued = not body.get("dry_run", False)
     finally:
         if uploaded is not None and not queued:  # it was uploaded for this job alone
@@ -334,7 +338,7 @@ def _text(file: Path) -> str:
         ) from None
 
 
-def _set(body: dict[str, Any], assignment: str) -> None:
+def set_field(body: dict[str, Any], assignment: str) -> None:
     """Sets `field=value` or `group.field=value`; the value is JSON, or else the text as it stands."""
     path, equals, text = assignment.partition("=")
     *groups, name = path.split(".")

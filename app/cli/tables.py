@@ -1,5 +1,6 @@
 """Tables of jobs, models, files and devices for the terminal."""
 
+import json
 import time
 from itertools import groupby
 from math import ceil
@@ -170,3 +171,56 @@ def _parameters(count: int) -> str:
 
 def _or_dash(value: float | None, form: str) -> str:
     return "-" if value is None else form.format(value)
+
+
+def show_sweep(sweep: dict[str, Any]) -> None:
+    """Shows a sweep: a row for each job, and which is the best."""
+    columns = [Column("job", no_wrap=True), *sweep["vary"], "status", "step", "loss", "validation loss", ""]
+    table = Table(*columns, box=None)
+    for job in sweep["jobs"]:
+        table.add_row(
+            job["training_id"],
+            *(_value(job["values"].get(field)) for field in sweep["vary"]),
+            job["status"],
+            f"{job['step']:,} of {_or_dash(job['steps_total'], '{:,}')}",
+            _or_dash(job["loss"], "{:.4f}"),
+            _or_dash(job["validation_loss"], "{:.4f}"),
+            "best" if job["training_id"] == sweep["best"] else "",
+        )
+    console.print(f"{sweep['name']}: {len(sweep['jobs'])} jobs", highlight=False)
+    console.print(table)
+    if sweep["decided_by"] == "loss":
+        console.print("The training loss decides, since no job has validation data.", highlight=False)
+
+
+def show_sweep_plan(planned: dict[str, Any]) -> None:
+    """Shows what the jobs of a sweep would do."""
+    fields = list(planned["jobs"][0]["values"])
+    table = Table(*fields, "effective batch", "micro-batches", "steps", "memory", "warnings", box=None)
+    for job in planned["jobs"]:
+        plan = job["plan"]["plan"]
+        table.add_row(
+            *(_value(value) for value in job["values"].values()),
+            str(job["plan"]["effective_batch_size"]),
+            str(plan["micro_batches"]),
+            _or_dash(plan["steps_total"], "{:,}"),
+            format_bytes(max(rank["predicted_peak_bytes"] for rank in plan["ranks"])),
+            str(len(plan["warnings"]) or ""),
+        )
+    console.print(table)
+
+
+def show_sweeps(sweeps: list[dict[str, Any]]) -> None:
+    """A row for each sweep."""
+    if not sweeps:
+        console.print("There are no sweeps: accrue sweep creates one.")
+        return
+    table = Table(Column("name", no_wrap=True), "jobs", "created", box=None)
+    for each in sweeps:
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(each["created_at"]))
+        table.add_row(each["name"], str(each["jobs"]), when)
+    console.print(table)
+
+
+def _value(value: Any) -> str:
+    return "–" if value is None else value if isinstance(value, str) else json.dumps(value)

@@ -31,7 +31,7 @@ async def metadata_filters(request: Request) -> list[ColumnElement[bool]]:
     given = [(name, value) for name, value in request.query_params.items() if is_metadata_filter(name)]
     if len(given) > MOST_LABELS:
         raise Unprocessable(f"A job has at most {MOST_LABELS} metadata keys: give fewer.", field="metadata")
-    return [_label(Job.labels, literal(name[9:-1])) == value for name, value in given]
+    return [metadata_value(Job.labels, literal(name[9:-1])) == value for name, value in given]
 
 
 MetadataFilters = Annotated[list[ColumnElement[bool]], Depends(metadata_filters)]
@@ -68,21 +68,22 @@ Filters = Annotated[list[ColumnElement[bool]], Depends(_filters)]
 """Conditions on jobs, by the query: `status`, `user_id`, `model`, `since`, `until`, `metadata[key]=value`."""
 
 
-class _label(FunctionElement[str]):  # noqa: N801
-    """A member of a JSON object by name; unlike in a JSON path, the name may contain quotes."""
+class metadata_value(FunctionElement[str]):  # noqa: N801
+    """A member of a JSON object by name, such as a key of a job's metadata; unlike in a JSON path, the name
+    may contain quotes."""
 
     type = String()
     inherit_cache = True
 
 
-@compiles(_label, "sqlite")
-def _sqlite_label(element: _label, compiler: SQLCompiler, **kw: Any) -> str:
+@compiles(metadata_value, "sqlite")
+def _sqlitemetadata_value(element: metadata_value, compiler: SQLCompiler, **kw: Any) -> str:
     column, name = element.clauses
     own, key = compiler.process(column, **kw), compiler.process(name, **kw)
     return f"(SELECT value FROM json_each({own}) WHERE key = {key})"
 
 
-@compiles(_label, "postgresql")
-def _postgresql_label(element: _label, compiler: SQLCompiler, **kw: Any) -> str:
+@compiles(metadata_value, "postgresql")
+def _postgresqlmetadata_value(element: metadata_value, compiler: SQLCompiler, **kw: Any) -> str:
     column, name = element.clauses
     return f"({compiler.process(column, **kw)} ->> {compiler.process(name, **kw)})"

@@ -81,11 +81,11 @@ class _Handler(SubmissionHandler):
     def is_slow(self) -> bool:
         return admission.is_slow(self._requested.model, None, self.settings)
 
-    def check(self) -> AdmittedRequest:
-        return openai_requests.check(self._requested, self.inputs, self.settings)
+    def check(self) -> list[AdmittedRequest]:
+        return [openai_requests.check(self._requested, self.inputs, self.settings)]
 
-    def answer(self, session: Session, job: Job) -> FineTuningJob:
-        return answer(job)
+    def answer(self, session: Session, jobs: list[Job]) -> FineTuningJob:
+        return answer(jobs[0])
 
 
 @router.get("", summary="List fine-tuning jobs", response_model=Page[FineTuningJob])

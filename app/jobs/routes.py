@@ -260,20 +260,21 @@ async def _dry_run(request: Request, handler: "_Handler") -> AdmittedRequest:
     slowly = slowly_of(request)
     waits: WaitLimiter = request.app.state.waits
     key_id = request.state.caller.key_id
-    checked = await slowly(handler.check)
+    [checked] = await slowly(handler.check)
     if checked.measuring is not None and waits.has_place(key_id):
         with waits.place(key_id):
             await lengths.wait_for(
                 handler.inputs.database, checked.measuring, _DRY_RUN_WAIT_SECONDS, request.is_disconnected
             )
-        checked = await slowly(handler.check)
+        [checked] = await slowly(handler.check)
     if checked.submission.plan.source != "formula" or not waits.has_place(key_id):
         return checked
     with waits.place(key_id):
         await profiles.wait_for(
             handler.inputs.database, checked.profile_key, _DRY_RUN_WAIT_SECONDS, request.is_disconnected
         )
-    return await slowly(handler.check)
+    [checked] = await slowly(handler.check)
+    return checked
 
 
 class _Handler(SubmissionHandler):
@@ -295,11 +296,11 @@ class _Handler(SubmissionHandler):
         requested = self._requested
         return admission.is_slow(requested.model_name, requested.dataset_config, self.settings)
 
-    def check(self) -> AdmittedRequest:
-        return admission.check(self._requested, self.inputs, self.settings, planned=self._planned)
+    def check(self) -> list[AdmittedRequest]:
+        return [admission.check(self._requested, self.inputs, self.settings, planned=self._planned)]
 
-    def answer(self, session: Session, job: Job) -> JobResponse:
-        return _answer(session, job)
+    def answer(self, session: Session, jobs: list[Job]) -> JobResponse:
+        return _answer(session, jobs[0])
 
 
 def _answer(session: Session, job: Job) -> JobResponse:

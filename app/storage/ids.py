@@ -5,7 +5,7 @@ import time
 from typing import Literal
 
 Kind = Literal[
-    "ftjob", "file", "ftevent", "worker", "accumulation", "profile", "key", "audit", "evt", "preview"
+    "ftjob", "file", "ftevent", "worker", "accumulation", "profile", "key", "audit", "evt", "preview", "sweep"
 ]
 
 

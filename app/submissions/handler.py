@@ -1,4 +1,4 @@
-"""How a request for a job is handled: checked, then stored in one transaction, then answered.
+"""How a request for one or several jobs is handled: checked, then stored in one transaction, then answered.
 
 Each surface (native and OpenAI's) has its own `SubmissionHandler`, which checks a request and builds the
 answer. `submit` runs a handler in a group commit with other submissions, or in a thread of its own if its
@@ -32,7 +32,7 @@ RunSlowly = Callable[[Callable[[], Response]], Awaitable[Response]]
 
 
 class SubmissionHandler(ABC):
-    """One request for a job.
+    """One request for a job, or for several.
 
     Args:
         inputs: what its plan is made from, with the database as the caller sees it.
@@ -40,7 +40,7 @@ class SubmissionHandler(ABC):
     """
 
     status = 200
-    """The status of the answer, once the job is stored."""
+    """The status of the answer, once the jobs are stored."""
 
     def __init__(self, inputs: PlanningInputs, settings: Settings, idempotency: IdempotentRequest) -> None:
         self.inputs = inputs
@@ -52,23 +52,30 @@ class SubmissionHandler(ABC):
         """Whether `check` may take long, since it reads a dataset or queries the hub."""
 
     @abstractmethod
-    def check(self) -> AdmittedRequest:
-        """The job to store.
+    def check(self) -> list[AdmittedRequest]:
+        """The jobs to store; if there are several, all of them use stored files.
 
         Raises:
-            AccrueError: it cannot be trained.
+            AccrueError: one of them cannot be trained.
         """
 
     @abstractmethod
-    def answer(self, session: Session, job: Job) -> pydantic.BaseModel:
-        """What the client receives, in the transaction that stores the job."""
+    def answer(self, session: Session, jobs: list[Job]) -> pydantic.BaseModel:
+        """What the client receives, in the transaction that stores the jobs."""
 
-    def prepare(self) -> AdmittedRequest | Response:
-        """The job to store; or the answer that a repeated request received before, whatever has changed
+    def check_in_transaction(self, session: Session) -> None:  # noqa: B027  # most have nothing to check
+        """Checks what other requests may change, in the transaction that stores the jobs.
+
+        Raises:
+            AccrueError: the jobs cannot be stored.
+        """
+
+    def prepare(self) -> list[AdmittedRequest] | Response:
+        """The jobs to store; or the answer that a repeated request received before, whatever has changed
         since.
 
         Raises:
-            AccrueError: it cannot be trained.
+            AccrueError: one of them cannot be trained.
         """
         if self._idempotency.key is not None:
             with self.inputs.database.reading() as session:
@@ -77,8 +84,9 @@ class SubmissionHandler(ABC):
                 return answered
         return self.check()
 
-    def store(self, checked: AdmittedRequest | Response, database: Database) -> Response:
-        """Stores the job and the request's data; a repeated request gets the answer that it received before.
+    def store(self, checked: list[AdmittedRequest] | Response, database: Database) -> Response:
+        """Stores all of the jobs or none, with the request's data; a repeated request gets the answer that it
+        received before.
 
         Args:
             checked: what `prepare` returned.
@@ -87,29 +95,33 @@ class SubmissionHandler(ABC):
         if isinstance(checked, Response):
             return checked
         with files.incoming(self.settings) as path:
-            stored = _store_data(checked, path, self.settings)
+            stored = _store_data(checked[0], path, self.settings)
             duplicate_id = None if stored is None else files.find_duplicate(database, path, stored)
             with database.writing() as session:
                 replayed = self._idempotency.replay(session)
                 if replayed is not None:
                     path.unlink(missing_ok=True)  # the job stored first has its own file
                     return replayed
-                submission = checked.submission
+                self.check_in_transaction(session)
+                submissions = [each.submission for each in checked]
                 if stored is not None:
-                    submission = _add_file(
-                        session, checked, path, stored, duplicate_id, self.settings.max_stored_bytes
-                    )
-                check_quota(session, self.settings)
-                _hold_validation_file(session, submission)
-                parent_jobs.lock(session, submission.spec)
-                answer = self.answer(session, lifecycle.submit(session, submission))
+                    most = self.settings.max_stored_bytes
+                    submissions = [_add_file(session, checked[0], path, stored, duplicate_id, most)]
+                jobs = [self._submit(session, each) for each in submissions]
+                answer = self.answer(session, jobs)
                 self._idempotency.remember(session, answer, self.status)
                 fail_point("service.committing")
         return as_json(answer, self.status)
 
+    def _submit(self, session: Session, submission: Submission) -> Job:
+        check_quota(session, self.settings)
+        _hold_validation_file(session, submission)
+        parent_jobs.lock(session, submission.spec)
+        return lifecycle.submit(session, submission)
+
 
 async def submit(handler: SubmissionHandler, group: GroupCommit, slowly: RunSlowly) -> Response:
-    """The answer, once the job is on disk.
+    """The answer, once the jobs are on disk.
 
     Args:
         slowly: runs work that may take seconds in a thread.

@@ -55,6 +55,8 @@ def ended(accrue: Accrue) -> list[str]:
 def test_a_command_works_as_it_is_written(accrue: Accrue, ended: list[str], command: str) -> None:
     command = command.replace("http://localhost:8000", accrue.url)
     command = command.replace("{config or training id}", ended[0])
+    if "{file id}" in command:
+        command = command.replace("{file id}", accrue.upload(b'{"text": "a line of text"}\n' * 40))
     command = command.replace("ids=A&ids=B", f"ids={ended[0]}&ids={ended[1]}")
     words = shlex.split(command.replace("\\\n", " "))
     answer = subprocess.run([*words, "-sS", "--fail-with-body"], capture_output=True, text=True, timeout=60)

@@ -95,6 +95,36 @@ def test_a_rejected_submission_leaves_no_file(shared: Accrue, data: Path) -> Non
     assert run(shared, "files", "--json") == before
 
 
+def test_a_sweep_from_values_to_the_best_job(shared: Accrue, data: Path) -> None:
+    requested = (
+        "sweep",
+        str(data),
+        "--vary",
+        "learning_rate=1e-5,1e-2",
+        "--max-steps",
+        "3",
+        "--max-length",
+        "32",
+    )
+    planned = run(shared, *requested, "--dry-run")
+    assert "learning_rate" in planned
+    assert "0.01" in planned
+    assert "There are no sweeps" in run(shared, "sweeps")
+    more = ("--vary", "effective_batch_size=2,4", "--validation-split", "0.25", "--name", "mine")
+    told = run(shared, *requested, *more, "--watch")
+    assert told.startswith("mine: 4 jobs")
+    assert told.count("succeeded") == 4
+    sweep = json.loads(run(shared, "sweeps", "mine", "--json"))
+    losses = {job["training_id"]: job["validation_loss"] for job in sweep["jobs"]}
+    assert sweep["best"] == min(losses, key=lambda job: losses[job])
+    [best] = [line for line in run(shared, "sweeps", "mine").splitlines() if "best" in line]
+    assert sweep["best"] in best
+    assert "mine" in run(shared, "sweeps")
+    assert "choose another name" in run(shared, *requested, *more, status=1)
+    assert "is not FIELD=VALUE,VALUE" in run(shared, "sweep", str(data), "--vary", "x", status=2)
+    assert "No sweep has the name" in run(shared, "sweeps", "other", status=1)
+
+
 def test_logs_follow_shows_events_to_the_end(shared: Accrue, data: Path) -> None:
     requested = ("submit", str(data), "--max-steps", "3", "--max-length", "32")
     job_id = run(shared, *requested, "--validation-split", "0.2").split()[0]

@@ -107,6 +107,46 @@ def test_from_a_plan_to_a_model(
     expect(page.get_by_label("Losses").locator(".main-svg").first).to_be_visible()
 
 
+def test_several_learning_rates_and_batches_are_a_sweep(
+    page: Page, service: Accrue, data: Path, noticed: PageErrors
+) -> None:
+    page.goto("./")
+    page.get_by_label("Upload JSON lines").set_input_files(data)
+    expect(page.get_by_text("sums.jsonl is uploaded")).to_be_visible()
+    plan(
+        page,
+        Epochs="1",
+        Sequence_length="24",
+        Learning_rate="1e-5, 1e-3, x",
+        Effective_batch="8, 16",
+        Validation_split="0.1",
+    )
+    page.get_by_role("button", name="Start").click()
+    expect(page.get_by_text("Numbers above zero, such as 5e-5, separated by commas.")).to_be_visible()
+    plan(page, Learning_rate="1e-5, 1e-4, 1e-3")
+    expect(page.get_by_text("the first of 6 jobs, one for each combination")).to_be_visible()
+    page.get_by_role("button", name="Check only").click()
+    expect(page.get_by_text("With learning rate 0.001, effective batch size 16:")).to_be_visible()
+
+    page.get_by_role("button", name="Start").click()
+    page.wait_for_url(re.compile("#/sweep/sweep-"))
+    expect(page.get_by_role("row")).to_have_count(7)
+    expect(page.get_by_text("All jobs have ended. Best:")).to_be_visible(timeout=4 * MINUTES)
+    name = page.url.rpartition("/")[2]
+    sweep = service.get(f"{ROOT}/sweeps/{name}")
+    assert [job["status"] for job in sweep["jobs"]] == ["succeeded"] * 6
+    losses = {job["training_id"]: job["validation_loss"] for job in sweep["jobs"]}
+    assert sweep["best"] == min(losses, key=lambda job: losses[job])
+    best = page.get_by_role("row").filter(has_text="best")
+    expect(best).to_have_count(1)
+    expect(best).to_contain_text(sweep["best"][-6:])
+    expect(page.get_by_label("Losses").locator(".main-svg").first).to_be_visible()
+    if SCREENSHOTS:
+        page.screenshot(path=Path(SCREENSHOTS) / "sweep.png", full_page=True)
+    page.get_by_role("link", name="Jobs", exact=True).click()
+    expect(page.get_by_role("link", name=f"sweep {name}").first).to_be_visible()
+
+
 def restart(service: Accrue, meanwhile: Callable[[], None]) -> None:
     """The service goes away and comes back at the same address; the worker and its job go on."""
     process = service.processes.pop(0)

@@ -8,8 +8,9 @@ import * as job from "./pages/job.js";
 import * as jobs from "./pages/jobs.js";
 import * as plan from "./pages/plan.js";
 import * as recommendations from "./pages/recommendations.js";
+import * as sweep from "./pages/sweep.js";
 
-const PAGES = new Map(Object.entries({ plan, jobs, job, compare, gpus, recommendations }));
+const PAGES = new Map(Object.entries({ plan, jobs, job, sweep, compare, gpus, recommendations }));
 const main = document.getElementById("main");
 let pageController = new AbortController();
 
@@ -22,7 +23,7 @@ async function show() {
   const page = PAGES.get(name) ?? plan;
   for (const link of document.querySelectorAll("nav a")) {
     const target = link.hash.slice(2);
-    const here = target === name || (target === "jobs" && name === "job") || (target === "plan" && !name);
+    const here = target === name || (target === "jobs" && ["job", "sweep"].includes(name)) || (target === "plan" && !name);
     if (here) link.setAttribute("aria-current", "page");
     else link.removeAttribute("aria-current");
   }

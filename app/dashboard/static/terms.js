@@ -18,13 +18,13 @@ const TERMS = {
   checkpointing:
     "Keeps fewer activations and recomputes them when they are needed: about a third more time, much less memory for long samples.",
   effective:
-    "Samples that one optimizer step learns from: micro-batch × accumulation steps × devices. It decides what is learned; how it is split decides only memory and speed. 32 is a good start.",
+    "Samples that one optimizer step learns from: micro-batch × accumulation steps × devices. It decides what is learned; how it is split decides only memory and speed. 32 is a good start. Several values, separated by commas, train a job for each: a sweep.",
   micro:
     "Samples that go through the model at once. The largest micro-batch that fits keeps the device busy; the gradients of several micro-batches are added up.",
   steps:
     "Micro-batches whose gradients are added up before the weights change. At a fixed effective batch, fewer steps mean larger micro-batches: more memory, not less.",
   epochs: "How many times training goes through the data. 3 is a good start for fine-tuning; watch the loss on held-out samples.",
-  rate: "How far each step moves the weights. Use 5e-5 for full fine-tuning and 2e-4 for lora. With adamw, doubling the batch allows 1.4 times the rate.",
+  rate: "How far each step moves the weights. Use 5e-5 for full fine-tuning and 2e-4 for lora. With adamw, doubling the batch allows 1.4 times the rate. Several values, separated by commas, train a job for each: a sweep.",
   validation:
     "A share of the samples that is held out of training: its loss shows whether the model learns or memorises. 0.1 is usual.",
   loss: "The loss of each window (the effective batch of one step) in nats per token, averaged over its tokens, not over its micro-batches. It should fall quickly, then slowly.",

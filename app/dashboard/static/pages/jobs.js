@@ -121,7 +121,7 @@ export async function show(main, { chosen, signal }) {
       ["", () => h("a", { href: `#/job/${job.id}` }, `…${job.id.slice(-6)}`)],
       [
         `${job.model_name} ${method(job)}`,
-        () => [job.model_name, method(job) !== "full" && h("div", { class: "muted" }, method(job))],
+        () => [job.model_name, method(job) !== "full" && h("div", { class: "muted" }, method(job)), sweepLink(job)],
       ],
       [
         state,
@@ -144,6 +144,10 @@ export async function show(main, { chosen, signal }) {
   await look();
   poll(look, EVERY, signal);
 }
+
+/** A link to the sweep that a job belongs to. */
+const sweepLink = ({ metadata: { sweep } }) =>
+  sweep && h("div", {}, h("a", { href: `#/sweep/${encodeURIComponent(sweep)}` }, `sweep ${sweep}`));
 
 /** The name of a job's training method, also if the method was given with options. */
 export function method({ training_config: { method = "full" } }) {

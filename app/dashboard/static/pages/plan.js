@@ -28,6 +28,9 @@ const DEFAULTS = {
 };
 const PARTS = ["weights", "gradients", "optimizer", "activations", "logits", "workspace", "context"];
 
+/** Fields that take several values, separated by commas, for a sweep: the form's names and the service's. */
+const SWEPT = { rate: "learning_rate", target: "effective_batch_size" };
+
 /** Maps the service's field names to the form's. */
 const FORM_FIELDS = {
   model_name: "model",
@@ -96,7 +99,11 @@ export async function show(main, { chosen, signal }) {
     for (const name of ["target"]) inputs[name].closest(".field").hidden = shown.batch !== "target";
     for (const name of ["micro", "steps"]) inputs[name].closest(".field").hidden = shown.batch === "target";
     const batch = effectiveBatch(shown);
-    effective.textContent = batch ? `→ Effective batch: ${number(batch)}` : "→ Effective batch: enter whole numbers above zero";
+    const jobs = Object.values(varied(shown) ?? {}).reduce((product, each) => product * each.length, 1);
+    const sweep = jobs > 1 ? ` (the first of ${number(jobs)} jobs, one for each combination)` : "";
+    effective.textContent = batch
+      ? `→ Effective batch: ${number(batch)}${sweep}`
+      : "→ Effective batch: enter whole numbers above zero";
     shortVerdict.textContent = "";
     clearRefusals(form);
     predict(wait).catch((error) => {
@@ -172,13 +179,18 @@ export async function show(main, { chosen, signal }) {
     if (!isComplete(values())) return;
     button.disabled = true;
     try {
-      const job = await post(
-        `${ROOT}/training/with-accumulation`,
-        { ...jobRequestBody(values()), dry_run: dry },
+      const vary = varied(values());
+      const made = await post(
+        vary ? `${ROOT}/sweeps` : `${ROOT}/training/with-accumulation`,
+        { ...jobRequestBody(values()), ...(vary ? { vary } : {}), dry_run: dry },
         { idempotencyKey: dry ? null : idempotencyKey },
       );
-      if (!dry) location.hash = `#/job/${job.id}`;
-      else fill(starting, h("p", {}, h("span", { class: "is-ok" }, "This would run: "), dryRun(job)));
+      if (!dry) location.hash = vary ? `#/sweep/${made.name}` : `#/job/${made.id}`;
+      else
+        fill(
+          starting,
+          vary ? made.jobs.map(sweptDryRun) : h("p", {}, h("span", { class: "is-ok" }, "This would run: "), dryRun(made)),
+        );
     } catch (error) {
       if (!(error instanceof ServiceError)) throw error;
       idempotencyKey = crypto.randomUUID?.() ?? String(Math.random());
@@ -282,8 +294,19 @@ function nonDefaults(values) {
 
 const whole = (text) => (/^[1-9]\d{0,8}$/.test(text) ? Number(text) : null);
 
+/** The values of a field, which are separated by commas. */
+const listed = (text) => text.split(",").map((each) => each.trim());
+
+/** The fields with several values, by the service's names; null without any. */
+function varied(values) {
+  const several = Object.entries(SWEPT).filter(
+    ([name]) => listed(values[name]).length > 1 && (name !== "target" || values.batch === "target"),
+  );
+  return several.length ? Object.fromEntries(several.map(([name, field]) => [field, listed(values[name]).map(asNumber)])) : null;
+}
+
 function effectiveBatch({ batch, target, micro, steps, count }) {
-  if (batch === "target") return whole(target);
+  if (batch === "target") return whole(listed(target)[0]);
   const factors = [micro, steps, count].map(whole);
   return factors.includes(null) ? null : factors.reduce((product, factor) => product * factor);
 }
@@ -316,13 +339,13 @@ function jobRequestBody(values) {
   const split =
     values.batch === "split"
       ? { micro_batch_size: asNumber(values.micro), accumulation_steps: asNumber(values.steps) }
-      : { target_effective_batch_size: asNumber(values.target) };
+      : { target_effective_batch_size: asNumber(listed(values.target)[0]) };
   return {
     model_name: values.model,
     dataset_config: { file_id: values.file, max_length: asNumber(values.length), validation_split: asNumber(values.validation) },
     training_config: {
       epochs: asNumber(values.epochs),
-      learning_rate: asNumber(values.rate),
+      learning_rate: asNumber(listed(values.rate)[0]),
       method: values.method,
       optimizer: values.optimizer,
       gradient_checkpointing: values.checkpointing === "true",
@@ -347,6 +370,11 @@ function dryRun(job) {
       : `about ${duration(job.predicted_duration_seconds)} (${job.predicted_duration_range.map(duration).join(" to ")})`;
   const cost = job.gpu_cost === null ? "" : `, GPU cost ${number(job.gpu_cost)}`;
   return `${steps}; ${time}${cost}. ${plan.warnings.join(" ")}`;
+}
+
+function sweptDryRun({ values, plan }) {
+  const own = Object.entries(values).map(([name, value]) => `${name.replaceAll("_", " ")} ${value}`);
+  return h("p", {}, h("span", { class: "is-ok" }, `With ${own.join(", ")}: `), dryRun(plan));
 }
 
 function clearRefusals(form) {
@@ -376,7 +404,9 @@ function isComplete(values) {
     model: values.model ? "" : "Choose a model.",
     file: values.file ? "" : "Choose a file, or upload one.",
     epochs: whole(values.epochs) || !values.epochs ? "" : "A whole number above zero.",
-    rate: Number(values.rate) > 0 ? "" : "A number above zero, such as 5e-5.",
+    rate: listed(values.rate).every((each) => Number(each) > 0) ? "" : "Numbers above zero, such as 5e-5, separated by commas.",
+    target:
+      values.batch !== "target" || listed(values.target).every(whole) ? "" : "Whole numbers above zero, separated by commas.",
     validation:
       !values.validation || (Number(values.validation) > 0 && Number(values.validation) < 1)
         ? ""

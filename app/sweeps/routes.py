@@ -1,0 +1,102 @@
+"""Routes that create and read sweeps."""
+
+from typing import Annotated
+
+from fastapi import APIRouter, Path, Request, Response
+
+from app.errors import Conflict
+from app.jobs.responses import dry_run_answer
+from app.planning.inputs import PlanningInputs
+from app.settings import Settings
+from app.storage.database import lock_until_commit
+from app.storage.ids import new_id
+from app.storage.session import Session
+from app.storage.tables import Job
+from app.submissions import admission
+from app.submissions.admission import AdmittedRequest
+from app.submissions.handler import SubmissionHandler, as_json, submit
+from app.submissions.idempotency import IdempotentRequest
+from app.sweeps import table
+from app.sweeps.schemas import PlannedJob, SweepList, SweepName, SweepPlan, SweepRequest, SweepResponse
+from app.sweeps.variations import variations
+from app.web.dependencies import CurrentIdempotentRequest, Reading, planning_inputs_of, slowly_of
+from app.web.sessions import SessionRoute
+
+router = APIRouter(prefix="/sweeps", tags=["sweeps"], route_class=SessionRoute)
+
+
+@router.post(
+    "",
+    status_code=202,
+    responses={200: {"model": SweepPlan, "description": "With dry_run: the plan of each job"}},
+    summary="Create jobs that differ in a few fields",
+    response_model=SweepResponse | SweepPlan,
+)
+async def create(
+    request: Request, requested: SweepRequest, idempotency: CurrentIdempotentRequest
+) -> Response:
+    """Queues a job for each combination of the values in `vary`: all of them, or none. Their metadata has
+    the sweep's name as `sweep`."""
+    handler = _Handler(requested, planning_inputs_of(request), request.app.state.settings, idempotency)
+    slowly = slowly_of(request)
+    if requested.dry_run:
+        return as_json(await slowly(handler.plan), 200)
+    return await submit(handler, request.app.state.group_commit, slowly)
+
+
+@router.get("", summary="List sweeps")
+def list_sweeps(session: Reading) -> SweepList:
+    """The newest hundred, newest first."""
+    return table.newest(session)
+
+
+@router.get("/{name}", summary="A sweep: its jobs, and the best so far")
+def get(session: Reading, name: Annotated[SweepName, Path()]) -> SweepResponse:
+    """The best job is the succeeded one with the lowest validation loss, or training loss if no job has
+    validation data."""
+    return table.of_name(session, name)
+
+
+class _Handler(SubmissionHandler):
+    status = 202
+
+    def __init__(
+        self,
+        requested: SweepRequest,
+        inputs: PlanningInputs,
+        settings: Settings,
+        idempotency: IdempotentRequest,
+    ) -> None:
+        super().__init__(inputs, settings, idempotency)
+        self._requested = requested
+        self._name = requested.name or new_id("sweep")
+        self._hour_cost = settings.gpu_hour_cost
+
+    def is_slow(self) -> bool:
+        return True
+
+    def check(self) -> list[AdmittedRequest]:
+        jobs = variations(self._requested, self._name)
+        return [admission.check(each.requested, self.inputs, self.settings) for each in jobs]
+
+    def check_in_transaction(self, session: Session) -> None:
+        lock_until_commit(session, f"sweep {session.viewer.creator} {self._name}")
+        if table.exists(session, self._name):
+            raise Conflict(f"You have a sweep named {self._name} already: choose another name.")
+
+    def answer(self, session: Session, jobs: list[Job]) -> SweepResponse:
+        return table.table(self._name, jobs)
+
+    def plan(self) -> SweepPlan:
+        """What the jobs would do."""
+        jobs = variations(self._requested, self._name)
+        checked = [admission.check(each.requested, self.inputs, self.settings) for each in jobs]
+        return SweepPlan(
+            jobs=[
+                PlannedJob(
+                    values=job.values,
+                    plan=dry_run_answer(each.submission, each.speed, each.tokens, self._hour_cost),
+                )
+                for job, each in zip(jobs, checked, strict=True)
+            ]
+        )
