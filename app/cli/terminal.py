@@ -274,12 +274,18 @@ def _line(job: dict[str, Any]) -> str:
     )
 
 
+def _accuracy(result: dict[str, Any]) -> str:
+    share = result["eval_token_accuracy"]
+    return "" if share is None else f" ({share:.1%} of their tokens predicted)"
+
+
 def _show_end(job: dict[str, Any], tokens_per_second: float | None = None) -> int:
     if job["status"] == "succeeded":
         result = job["result"]
         console.print(
             f"succeeded: loss {_number(result['first_loss'])} → {_number(result['final_loss'])}"
             + (f", {_number(result['eval_loss'])} on held-out samples" if result["eval_loss"] else "")
+            + _accuracy(result)
             + f"; trained on {result['trained_tokens']:,} target tokens"
             + (f", {tokens_per_second:,.0f} input tokens/s on average" if tokens_per_second else ""),
             highlight=False,

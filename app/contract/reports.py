@@ -305,6 +305,8 @@ class Outcome(Frozen):
     effective_batch_size: Count
     eval_loss: Number | None = None
     """Mean over the validation set's target tokens, of the model as saved."""
+    eval_token_accuracy: Number | None = None
+    """The share of these tokens that are the model's most likely next token."""
     best_step: Count | None = None
     """The step with the lowest validation loss."""
     equivalence_error: Number | None = None

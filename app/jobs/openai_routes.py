@@ -28,7 +28,7 @@ from app.planning.inputs import PlanningInputs
 from app.planning.learning_rate import DEFAULT_LEARNING_RATE
 from app.results import checkpoints
 from app.results.checkpoints import Checkpoint
-from app.results.series import validation_losses
+from app.results.series import evaluations
 from app.settings import Settings
 from app.storage.session import Session
 from app.storage.tables import Job, JobEvent, StepMetric
@@ -233,12 +233,14 @@ def _metrics(session: Session, job_id: str, limit: int, after: str | None) -> li
     if after is not None:
         query = query.where(StepMetric.time <= _time_of(after) + 1e-5)
     newest = session.execute(query.order_by(StepMetric.step.desc()).limit(limit + 2)).all()
-    evaluated = validation_losses(session, job_id, [step for step, _, _ in newest])
+    evaluated = evaluations(session, job_id, [step for step, _, _ in newest])
     events = []
     for step, at, loss in newest:
         data = {"step": step, "train_loss": loss}
-        if (validation := evaluated.get(step)) is not None:
-            data["valid_loss"] = validation
+        if (found := evaluated.get(step)) is not None and found.loss is not None:
+            data["valid_loss"] = found.loss
+            if found.token_accuracy is not None:
+                data["valid_mean_token_accuracy"] = found.token_accuracy
         event_id = f"ftevent-{int(at * 1e6):014x}{step:012x}"
         if after is None or event_id < after:
             message = f"Step {step}: training loss={loss:.4f}"
@@ -265,5 +267,10 @@ def _checkpoint(job: Job, each: Checkpoint) -> FineTuningCheckpoint:
         fine_tuned_model_checkpoint=f"{name_of(job)}:ckpt-step-{each.step}",
         fine_tuning_job_id=job.id,
         step_number=each.step,
-        metrics=CheckpointMetrics(step=each.step, train_loss=each.train_loss, full_valid_loss=each.eval_loss),
+        metrics=CheckpointMetrics(
+            step=each.step,
+            train_loss=each.train_loss,
+            full_valid_loss=each.evaluation.loss,
+            full_valid_mean_token_accuracy=each.evaluation.token_accuracy,
+        ),
     )

@@ -122,6 +122,7 @@ class CheckpointMetrics(ResponseModel):
     step: int
     train_loss: float | None
     full_valid_loss: float | None
+    full_valid_mean_token_accuracy: float | None
 
 
 class FineTuningCheckpoint(ResponseModel):

@@ -85,6 +85,9 @@ class ResultResponse(ResponseModel):
     first_loss: float | None
     final_loss: float | None
     eval_loss: float | None = None
+    eval_token_accuracy: float | None = Field(
+        None, description="Share of the validation data's target tokens that the model predicts"
+    )
     best_step: int | None = None
     trained_tokens: int
     equivalence_error: float | None = None

@@ -141,6 +141,7 @@ def _result(job: Job) -> ResultResponse | None:
         files=result["files"],
         first_loss=result["first_loss"],
         eval_loss=result.get("eval_loss"),
+        eval_token_accuracy=result.get("eval_token_accuracy"),
         best_step=result.get("best_step"),
         equivalence_error=result.get("equivalence_error"),
         noise_scale=result.get("noise_scale"),

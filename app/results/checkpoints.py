@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from sqlalchemy import select
 
 from app.results.run_files import checkpoint_names
-from app.results.series import validation_losses
+from app.results.series import Evaluation, evaluations
 from app.settings import Settings
 from app.storage.session import Session
 from app.storage.tables import Job, JobEvent, StepMetric
@@ -21,7 +21,7 @@ class Checkpoint:
     created_at: int
     step: int
     train_loss: float | None
-    eval_loss: float | None
+    evaluation: Evaluation
 
 
 def list_checkpoints(session: Session, settings: Settings, job: Job) -> list[Checkpoint]:
@@ -38,7 +38,7 @@ def list_checkpoints(session: Session, settings: Settings, job: Job) -> list[Che
     ).all()
     by_name = {event.data["name"]: event for event in events}
     steps = [event.data["step"] for event in by_name.values()]
-    evaluated, trained = validation_losses(session, job.id, steps), _losses(session, job, steps)
+    evaluated, trained = evaluations(session, job.id, steps), _losses(session, job, steps)
     return [
         Checkpoint(
             id=event.id.replace("ftevent-", "ftckpt-", 1),
@@ -46,7 +46,7 @@ def list_checkpoints(session: Session, settings: Settings, job: Job) -> list[Che
             created_at=int(event.created_at),
             step=(step := event.data["step"]),
             train_loss=trained.get(step),
-            eval_loss=evaluated.get(step),
+            evaluation=evaluated.get(step, Evaluation(None, None)),
         )
         for event in sorted(by_name.values(), key=lambda event: event.id, reverse=True)
     ]

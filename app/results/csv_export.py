@@ -8,28 +8,31 @@ from typing import Any
 from fastapi.responses import Response
 
 from app.contract.reports import LogLine
-from app.results.series import pages_of, validation_losses
+from app.results.series import Evaluation, evaluations, pages_of
 from app.storage.database import Database
 
-VALIDATION = "valid_loss"
+VALIDATION = ("valid_loss", "valid_mean_token_accuracy")
 
 
 _NESTED = ("micro_losses", "gradient_norms", "ranks")
 _COLUMNS = tuple(name for name in LogLine.model_fields if name not in _NESTED)
-_HEADER = (*_COLUMNS, VALIDATION)
+_HEADER = (*_COLUMNS, *VALIDATION)
 
 
 def csv_lines(
-    pages: Iterable[Sequence[dict[str, Any]]], evaluated: Mapping[int, float | None]
+    pages: Iterable[Sequence[dict[str, Any]]], evaluated: Mapping[int, Evaluation]
 ) -> Iterator[str]:
     """Log lines as CSV, with a header, a page at a time.
 
     Args:
-        evaluated: the validation loss by step; the column is empty at other steps.
+        evaluated: the evaluations by step; their columns are empty at other steps.
     """
     yield _rows([dict(zip(_HEADER, _HEADER, strict=True))])
     for page in pages:
-        yield _rows({**row, VALIDATION: evaluated.get(row["step"])} for row in page)
+        yield _rows(
+            {**row, **dict(zip(VALIDATION, evaluated.get(row["step"], (None, None)), strict=True))}
+            for row in page
+        )
 
 
 def _rows(rows: Iterable[dict[str, Any]]) -> str:
@@ -49,7 +52,7 @@ def csv_response(lines: Iterator[str], training_id: str, opened: Callable[..., R
 def csv_of_job(database: Database, training_id: str) -> Iterator[str]:
     """All of a job's steps."""
     with database.reading() as session:
-        evaluated = validation_losses(session, training_id)
+        evaluated = evaluations(session, training_id)
     return csv_lines(pages_of(database, training_id), evaluated)
 
 

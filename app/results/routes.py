@@ -16,7 +16,7 @@ from app.jobs.parent_jobs import is_model_deleted
 from app.results import run_files
 from app.results.csv_export import csv_lines, csv_response
 from app.results.schemas import CompletionsResponse, Metrics, Profile
-from app.results.series import last_step, pages_of, series, validation_losses
+from app.results.series import Evaluation, evaluations, last_step, pages_of, series
 from app.storage.database import Database
 from app.web.dependencies import CurrentDatabase, CurrentSettings, JobId, Reading, Slowly, StreamOf
 from app.web.sessions import SessionRoute
@@ -39,18 +39,18 @@ async def metrics(
     """One point per step or, with `points`, evenly spread points including the first and last. Also
     all evaluations."""
 
-    def read() -> tuple[list[dict[str, Any]] | None, int, dict[int, float | None]]:
+    def read() -> tuple[list[dict[str, Any]] | None, int, dict[int, Evaluation]]:
         with database.connecting() as connection:
             reads.row(connection, training_id, database.viewer.owner)
             lines = None if points is None else series(connection, training_id, from_step, points)
-            return lines, last_step(connection, training_id), validation_losses(connection, training_id)
+            return lines, last_step(connection, training_id), evaluations(connection, training_id)
 
     lines, steps, evaluated = await slowly(read)  # spreading points reads all of a job's steps
     pages = pages_of(database, training_id, from_step) if lines is None else [lines]
     if format == "csv":
         return csv_response(csv_lines(pages, evaluated), training_id, opened)
-    evaluations = [{"step": step, "loss": loss} for step, loss in evaluated.items() if step >= from_step]
-    answer = {"training_id": training_id, "steps": steps, "evaluations": evaluations}
+    found = [{"step": step, **each._asdict()} for step, each in evaluated.items() if step >= from_step]
+    answer = {"training_id": training_id, "steps": steps, "evaluations": found}
     if lines is not None:
         return Response(
             to_json({**answer, "data": lines}, inf_nan_mode="null"), media_type="application/json"

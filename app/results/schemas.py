@@ -36,6 +36,9 @@ class Evaluation(ResponseModel):
     step: int
     loss: float | None
     """Loss on the validation data; null if it was not a finite number."""
+    token_accuracy: float | None
+    """Share of the validation data's target tokens that the model predicts; null for jobs of versions that
+    did not measure it."""
 
 
 class Metrics(ResponseModel):

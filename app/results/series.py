@@ -1,7 +1,7 @@
 """A job's log lines from the database."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from sqlalchemy import Connection, Row, Select, func, select
 
@@ -38,19 +38,29 @@ def series(
     return list(each_step(where, job_id, from_step))
 
 
-def validation_losses(
+class Evaluation(NamedTuple):
+    """What an evaluation found on held-out samples; null if it was not finite, or not measured."""
+
+    loss: float | None
+    token_accuracy: float | None
+
+
+def evaluations(
     where: Session | Connection, job_id: str, steps: Sequence[int] | None = None
-) -> dict[int, float | None]:
-    """The loss of each evaluation, by step; if a step was evaluated twice, the later attempt's counts.
+) -> dict[int, Evaluation]:
+    """What each evaluation found, by step; if a step was evaluated twice, the later attempt's counts.
 
     Args:
         steps: only those of these steps; None: all, of which there are at most `MAX_EVALUATIONS`.
     """
-    evaluations = select(JobEvent.data).where(JobEvent.job_id == job_id, JobEvent.type == "evaluation")
+    query = select(JobEvent.data).where(JobEvent.job_id == job_id, JobEvent.type == "evaluation")
     if steps is not None:
-        evaluations = evaluations.where(JobEvent.data["step"].as_integer().in_(steps))
-    ordered = evaluations.order_by(JobEvent.attempt, JobEvent.id)
-    return {data["step"]: data["loss"] for (data,) in where.execute(ordered)}
+        query = query.where(JobEvent.data["step"].as_integer().in_(steps))
+    ordered = query.order_by(JobEvent.attempt, JobEvent.id)
+    return {
+        data["step"]: Evaluation(data["loss"], data.get("token_accuracy"))
+        for (data,) in where.execute(ordered)
+    }
 
 
 def each_step(where: Session | Connection, job_id: str, from_step: int = 0) -> Iterator[dict[str, Any]]:

@@ -16,7 +16,7 @@ from app.jobs import lifecycle, queue, transitions
 from app.jobs.training_config import TrainingConfig
 from app.planning.recommendations import recommended_rate
 from app.results.checkpoints import list_checkpoints
-from app.results.series import validation_losses
+from app.results.series import evaluations
 from app.security.audit import MAX_REFUSED_PER_MINUTE, AuditLog, AuditRecord
 from app.settings import Settings
 from app.storage.database import Database, is_deadlock
@@ -67,10 +67,11 @@ def test_only_the_requested_evaluations_are_read(database: Database, settings: S
         (folder / name).mkdir(parents=True)
         (folder / name / "manifest.json").write_text("{}")
     with database.reading() as session:
-        assert validation_losses(session, job_id, [3, 7]) == {3: 1.0 / 3, 7: 1.0 / 7}
-        assert len(validation_losses(session, job_id)) == 30
+        some = evaluations(session, job_id, [3, 7])
+        assert {step: found.loss for step, found in some.items()} == {3: 1.0 / 3, 7: 1.0 / 7}
+        assert len(evaluations(session, job_id)) == 30
         found = list_checkpoints(session, settings, transitions.get(session, job_id))
-    assert [(each.step, each.eval_loss) for each in found] == [(30, 1.0 / 30), (20, 1.0 / 20)]
+    assert [(each.step, each.evaluation.loss) for each in found] == [(30, 1.0 / 30), (20, 1.0 / 20)]
 
 
 @pytest.mark.parametrize(

@@ -230,13 +230,18 @@ def test_a_validation_file_is_evaluated_on_exactly(tmp_path: Path, smoothing: fl
     outcome = run_to_end(run)
     model = AutoModelForCausalLM.from_pretrained(run.model).eval()
     tokenizer = AutoTokenizer.from_pretrained(run.model)
-    total = count = 0.0
+    total = correct = count = 0.0
     for line in path.read_text().splitlines():
         ids = torch.tensor([[*tokenizer(json.loads(line)["text"]).input_ids, 256]])
         with torch.no_grad():
-            total += float(model(input_ids=ids, labels=ids).loss) * (ids.shape[1] - 1)
+            found = model(input_ids=ids, labels=ids)
+        total += float(found.loss) * (ids.shape[1] - 1)
+        correct += int((found.logits[0, :-1].argmax(-1) == ids[0, 1:]).sum())
         count += ids.shape[1] - 1
     assert outcome.eval_loss == pytest.approx(total / count, rel=1e-5)
+    assert outcome.eval_token_accuracy == pytest.approx(correct / count)
+    [evaluation] = events_of_kind(run, "evaluation")
+    assert evaluation["data"]["token_accuracy"] == outcome.eval_token_accuracy
 
 
 def test_early_stopping_keeps_and_saves_the_best_model(tmp_path: Path) -> None:
@@ -252,6 +257,8 @@ def test_early_stopping_keeps_and_saves_the_best_model(tmp_path: Path) -> None:
     assert outcome.steps == outcome.best_step + 6 < 60
     losses = {event["data"]["step"]: event["data"]["loss"] for event in events_of_kind(run, "evaluation")}
     assert outcome.eval_loss == min(losses.values()) == losses[outcome.best_step]
+    by_step = {event["data"]["step"]: event["data"] for event in events_of_kind(run, "evaluation")}
+    assert outcome.eval_token_accuracy == by_step[outcome.best_step]["token_accuracy"]
     kept = best(run.checkpoints)
     assert kept is not None
     saved = load_file(kept / "model.safetensors")

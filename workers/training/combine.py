@@ -11,7 +11,7 @@ from workers.run_directory import RunDirectory
 from workers.training import base_model, checkpoint
 from workers.training import model as models
 from workers.training.distributed.independent import replicas_of
-from workers.training.evaluation import validation_loss
+from workers.training.evaluation import Evaluated, evaluated
 from workers.training.exceptions import CannotTrain, Interrupted, InterruptionRequested
 from workers.training.parameters import Parameters
 from workers.training.start import start
@@ -41,12 +41,13 @@ def combine(run: RunDirectory, reporter: Reporter, interrupted: Interruption) ->
         _average(training, [_weights(each) for each in replicas])
     else:
         checkpoint.load_weights(_weights(replicas[best]), training.replica.parameters)
-    loss = None
+    found: Evaluated | None = None
     if training.loader.validation is not None:
         try:
-            loss = validation_loss(training)
+            found = evaluated(training)
         except InterruptionRequested:
             raise Interrupted from None
+    loss = None if found is None else found.loss
     _report(reporter, outcomes, best, loss, average=assignment.spec.average)
     tokenizer = base_model.load_tokenizer(training.base)
     spec = assignment.spec
@@ -61,6 +62,7 @@ def combine(run: RunDirectory, reporter: Reporter, interrupted: Interruption) ->
         trained_tokens=sum(each.trained_tokens for each in outcomes),
         effective_batch_size=spec.effective_batch_size,
         eval_loss=loss,
+        eval_token_accuracy=None if found is None else found.correct,
         best_step=None if spec.average else outcomes[best].best_step,
         equivalence_error=max((each.equivalence_error or 0.0 for each in outcomes), default=None),
         replicas=tuple(

@@ -1,6 +1,7 @@
-"""The validation loss and early stopping."""
+"""The validation loss, the accuracy of predictions on held-out samples, and early stopping."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,16 +18,25 @@ from workers.training.state import RunState
 from workers.training.training_run import TrainingRun
 
 
-def loss_sum(
+class Evaluated(NamedTuple):
+    """What the model does on held-out samples: sums over their target tokens, or means."""
+
+    loss: float
+    """In nats per token, if it is a mean."""
+    correct: float
+    """Target tokens that are the model's most likely next token."""
+
+
+def sums(
     replica: Replica,
     samples: Samples,
     layout: BatchLayout,
     tokens: int,
     between: Callable[[], None],
     group: Group = ALONE,
-) -> float:
-    """This rank's part of the sum of weighted token losses over the set, without label smoothing. Reads the
-    device only once.
+) -> Evaluated:
+    """This rank's part of the weighted sums over the set, without label smoothing. Reads the device only
+    once.
 
     Args:
         tokens: the maximum number of tokens in a micro-batch.
@@ -34,11 +44,11 @@ def loss_sum(
         group: the ranks that share the micro-batches.
     """
     counted = np.flatnonzero(samples.targets)
-    total = torch.zeros((), dtype=torch.float64, device=replica.device)
+    total = torch.zeros(2, dtype=torch.float64, device=replica.device)
     was_training = replica.model.training
     replica.model.eval()
     try:
-        with torch.no_grad(), replica.token_loss.without_smoothing():
+        with torch.no_grad():
             groups = cut_window(
                 samples.lengths[counted],
                 TokenBudget(tokens=tokens),
@@ -51,16 +61,18 @@ def loss_sum(
                 between()
                 chosen = counted[each].tolist()
                 batch = collate([samples.read(i) for i in chosen], layout, samples.weights[chosen].tolist())
-                loss = replica.forward(batch.to(replica.device)).loss_sum
+                found = replica.evaluate(batch.to(replica.device))
                 if number < len(own):  # otherwise only other ranks have a micro-batch left
-                    total += loss
+                    assert found.correct is not None
+                    total += torch.stack([found.loss_sum, found.correct])
     finally:
         replica.model.train(was_training)
-    return total.item()
+    return Evaluated(*total.tolist())
 
 
-def validation_loss(training: TrainingRun) -> float:
-    """The validation loss, of which each rank computes a part; in smaller micro-batches if they do not fit.
+def evaluated(training: TrainingRun) -> Evaluated:
+    """The means over the target tokens of held-out samples, of which each rank computes a part; in smaller
+    micro-batches if they do not fit.
 
     Raises:
         InterruptionRequested: an interruption was requested.
@@ -71,9 +83,9 @@ def validation_loss(training: TrainingRun) -> float:
     batch = training.assignment.spec.effective_batch_size
     tokens = min(min(budget.tokens(longest) for budget in training.budgets), batch * most)
     while True:
-        own, interruption_requested, failure = 0.0, False, None
+        own, interruption_requested, failure = Evaluated(0.0, 0.0), False, None
         try:
-            own = loss_sum(
+            own = sums(
                 training.replica, samples, training.loader.layout, tokens, training.check_interruption, group
             )
         except InterruptionRequested:
@@ -86,22 +98,22 @@ def validation_loss(training: TrainingRun) -> float:
         if interrupted:
             raise InterruptionRequested
         if not failed:
-            (whole,) = group.sum([own])
-            return whole / samples.denominator(np.flatnonzero(samples.targets))
+            tokens_in_all = samples.denominator(np.flatnonzero(samples.targets))
+            return Evaluated(*(whole / tokens_in_all for whole in group.sum(own)))
         tokens //= 2
 
 
-def record(state: RunState, loss: float, early_stopping: EarlyStopping | None) -> bool:
+def record(state: RunState, found: Evaluated, early_stopping: EarlyStopping | None) -> bool:
     """Records an evaluation at the current step. Returns whether its loss is the lowest so far.
 
     The model with the lowest loss is kept, however small the gain. The patience of early stopping is reset
     only by a gain of at least `min_delta` over the loss that reset it last.
     """
-    own = state.evaluations
-    own.loss, own.at_step = loss, state.step
+    own, loss = state.evaluations, found.loss
+    own.loss, own.token_accuracy, own.at_step = loss, found.correct, state.step
     better = own.best_loss is None or loss < own.best_loss
     if better:
-        own.best_loss, own.best_step = loss, state.step
+        own.best_loss, own.best_token_accuracy, own.best_step = loss, found.correct, state.step
     least = early_stopping.min_delta if early_stopping else 0.0
     if own.gained_loss is None or loss < own.gained_loss - least:
         own.gained_loss, own.without_gain = loss, 0

@@ -37,7 +37,7 @@ def finish(training: TrainingRun) -> Outcome:
         evaluations.best_step = None
     elif best is not None:
         checkpoint.load_weights(best, Parameters(model))
-        evaluations.loss = evaluations.best_loss
+        evaluations.loss, evaluations.token_accuracy = evaluations.best_loss, evaluations.best_token_accuracy
         message = f"Saving the model of step {evaluations.best_step}, which has the lowest validation loss."
         training.reporter.event("best", message)
     noise = noise_scale.estimate(training.state.noise)
@@ -80,6 +80,7 @@ def outcome(
         trained_tokens=state.progress.trained_tokens,
         effective_batch_size=training.assignment.spec.effective_batch_size,
         eval_loss=state.evaluations.loss,
+        eval_token_accuracy=state.evaluations.token_accuracy,
         best_step=state.evaluations.best_step,
         equivalence_error=state.fallbacks.equivalence_error,
         noise_scale=noise,

@@ -30,7 +30,7 @@ from workers.training.batches import tokens_of
 from workers.training.budget import WINDOWS_BEFORE_GROWTH
 from workers.training.checkpoint_writer import Written
 from workers.training.distributed.group import ALONE, Group
-from workers.training.evaluation import validation_loss
+from workers.training.evaluation import evaluated
 from workers.training.exceptions import Interrupted, InterruptionRequested
 from workers.training.finish import finish, outcome
 from workers.training.loss_checks import final_failures
@@ -194,21 +194,26 @@ def evaluate(training: TrainingRun) -> None:
     spec, state = training.assignment.spec, training.state
     if training.loader.validation is None:
         return
-    loss = validation_loss(training)
+    found = evaluated(training)
+    loss, accuracy = found.loss, found.correct
     if not isfinite(loss):
         message = f"The validation loss at step {state.step} is not finite, and is ignored."
-        training.reporter.event("evaluation", message, "warning", step=state.step, loss=None, best=False)
+        training.reporter.event(
+            "evaluation", message, "warning", step=state.step, loss=None, token_accuracy=None, best=False
+        )
         state.evaluations.at_step = state.step
         return
-    better = evaluation.record(state, loss, spec.early_stopping)
+    better = evaluation.record(state, found, spec.early_stopping)
     training.reporter.event(
         "evaluation",
-        f"Validation loss {loss:.4f} at step {state.step}{', the best so far' if better else ''}.",
+        f"Validation loss {loss:.4f} at step {state.step}{', the best so far' if better else ''}; "
+        f"{accuracy:.1%} of the tokens are predicted correctly.",
         step=state.step,
         loss=loss,
+        token_accuracy=accuracy,
         best=better,
     )
-    training.trackers.write(state.step, {"validation/loss": loss})
+    training.trackers.write(state.step, {"validation/loss": loss, "validation/token_accuracy": accuracy})
     if better:
         if training.group.leads:
             checkpoint.mark_as_best(training.run.checkpoints, state)

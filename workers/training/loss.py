@@ -7,8 +7,6 @@ the model's own logits are used.
 """
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +34,9 @@ class Forward:
 
     loss_sum: Tensor
     router_logits: tuple[Tensor, ...] = ()
+    correct: Tensor | None = None
+    """The weighted number of targets that are the most likely token, a scalar; None if they were not
+    counted."""
 
 
 class TokenLoss(nn.Module):
@@ -67,7 +68,13 @@ class TokenLoss(nn.Module):
         """Adds the gradient of the head's weight to its sum while a window is open."""
 
     def forward(
-        self, batch: MicroBatch, *, only_route: bool = False, summed: bool = True, probe_head: bool = False
+        self,
+        batch: MicroBatch,
+        *,
+        only_route: bool = False,
+        summed: bool = True,
+        probe_head: bool = False,
+        evaluates: bool = False,
     ) -> Forward:
         """Computes the loss of a micro-batch.
 
@@ -75,9 +82,32 @@ class TokenLoss(nn.Module):
             only_route: compute only the logits of routers.
             summed: false gives the loss of each target; without label smoothing, weights or gradient.
             probe_head: compute `head_error` instead.
+            evaluates: also count the correct predictions; without label smoothing or gradient.
         """
         with rows_known(packed=batch.position_ids is not None):
+            if evaluates:
+                return self._evaluate(batch)
             return self._forward(batch, only_route, summed, probe_head)
+
+    def _evaluate(self, batch: MicroBatch) -> Forward:
+        """The summed loss, and how many targets are the most likely token, chunk by chunk."""
+        arguments, positions = self._arguments_for(batch), batch.target_positions
+        if self.head is None:
+            output = self.model(input_ids=batch.input_ids, **arguments)
+            found = [(slice(None), output.logits.flatten(0, 1).index_select(0, positions))]
+        else:
+            output = backbone_of(self.model)(input_ids=batch.input_ids, **arguments)
+            hidden = output.last_hidden_state.flatten(0, 1).index_select(0, positions)
+            parts = [slice(start, start + self.head.rows) for start in self.head.starts(len(hidden))]
+            found = ((part, self.head.logits(hidden[part])) for part in parts)  # type: ignore[assignment]
+        loss = torch.zeros((), dtype=torch.float64, device=positions.device)
+        correct = torch.zeros_like(loss)
+        for part, logits in found:
+            targets = batch.targets[part]
+            weights = 1.0 if batch.weights is None else batch.weights[part]
+            loss += (_of_each(logits, targets) * weights).sum()
+            correct += ((logits.argmax(-1) == targets) * weights).sum()
+        return Forward(loss, correct=correct)
 
     def _forward(self, batch: MicroBatch, only_route: bool, summed: bool, probe_head: bool) -> Forward:
         arguments = self._arguments_for(batch)
@@ -100,15 +130,6 @@ class TokenLoss(nn.Module):
                 else _of_each_state(hidden, batch.targets, self.head)
             )
         return Forward(loss, tuple(output.router_logits) if self._arguments else ())
-
-    @contextmanager
-    def without_smoothing(self) -> Iterator[None]:
-        """Within the block, the loss is the plain cross-entropy."""
-        smoothing, self._smoothing = self._smoothing, 0.0
-        try:
-            yield
-        finally:
-            self._smoothing = smoothing
 
     def stop_routing(self) -> None:
         """Returns no router logits from now on."""

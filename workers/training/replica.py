@@ -59,6 +59,12 @@ class Replica:
             found: Forward = self.token_loss(batch)
             return found
 
+    def evaluate(self, batch: MicroBatch) -> Forward:
+        """The summed loss of a micro-batch without label smoothing, and how many targets are predicted."""
+        with self.autocast():
+            found: Forward = self.token_loss(batch, evaluates=True)
+            return found
+
     def add(self, batch: MicroBatch) -> None:
         """Forward and backward of one micro-batch into the open window."""
         add(self, batch)

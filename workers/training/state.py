@@ -233,6 +233,10 @@ class Evaluations:
     gained_loss: float | None = None
     """The loss that last reset early stopping's patience."""
     without_gain: int = 0
+    token_accuracy: float | None = None
+    """The share of target tokens that the model predicts."""
+    best_token_accuracy: float | None = None
+    """That of the step with the lowest loss."""
 
 
 @dataclass

@@ -328,6 +328,7 @@ async function showOutcome(outcome, job, signal) {
       { class: "facts" },
       fact("Loss, first and last", `${fixed(result.first_loss)} → ${fixed(result.final_loss)}`, "loss"),
       result.eval_loss !== null && fact("Loss on held-out samples", fixed(result.eval_loss), "validation"),
+      result.eval_token_accuracy !== null && fact("Tokens of held-out samples predicted", percent(result.eval_token_accuracy)),
       fact("Target tokens trained on", number(result.trained_tokens)),
       fact("Gradient check", certificate, "certificate"),
       noise && fact("Noise scale", formatNoiseScale(noise), "noise_scale"),
