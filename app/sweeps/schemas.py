@@ -9,7 +9,7 @@ from app.contract.states import JobStatus
 from app.jobs.request_schemas import TrainingRequest
 from app.jobs.response_schemas import DryRunResponse
 
-SweepName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+SweepName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64)]
 
 MAX_JOBS = 100
 """The largest number of jobs in a sweep."""

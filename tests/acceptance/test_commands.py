@@ -17,6 +17,7 @@ ELSEWHERE = {
     "serve": "tests/harness/service.py",
     "worker": "tests/acceptance/conftest.py",
     "tune": "tests/acceptance/test_api.py",
+    "import": "tests/acceptance/test_import_openai.py",
     "preview": "tests/acceptance/test_profiles.py",
 }
 """Commands that are run by other tests."""
