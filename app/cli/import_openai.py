@@ -29,10 +29,15 @@ def import_jobs(
     job: Annotated[
         list[str] | None,
         typer.Option(
-            help="A job of the account, ftjob-…; may be repeated. All if omitted", show_default=False
+            help="A job of the account, ftjob-…; may be repeated. Without it: the newest", show_default=False
         ),
     ] = None,
-    limit: Annotated[int, typer.Option(min=1, max=1000, help="The most jobs to import, newest first")] = 20,
+    limit: Annotated[
+        int,
+        typer.Option(
+            min=1, max=1000, help="How many of the newest jobs to look at, also those imported before"
+        ),
+    ] = 20,
     paused: Annotated[
         bool, typer.Option("--paused", help="Create the jobs paused: accrue resume starts one")
     ] = False,

@@ -41,7 +41,7 @@ def jobs(
     if as_json:
         typer.echo(json.dumps(page, indent=2))
     else:
-        show_jobs(page["data"])
+        show_jobs(page["data"], filtered=status is not None or user is not None)
 
 
 @commands.command()

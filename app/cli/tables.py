@@ -84,18 +84,29 @@ def show_preview(seen: dict[str, Any]) -> None:
         bar = "█" * ceil(_BAR * each["examples"] / most)
         console.print(f"{span:>15} tokens {each['examples']:>7,} {bar}", highlight=False)
     console.print(
-        f"{lengths['examples']:,} of {seen['examples']:,} samples: {lengths['shortest']:,} to "
+        f"{_measured(lengths, seen)}: {lengths['shortest']:,} to "
         f"{lengths['longest']:,} tokens, {lengths['mean']:,.0f} on average; "
         f"{lengths['target_share']:.0%} of the tokens count toward the loss.",
         highlight=False,
         soft_wrap=True,
     )
+    of_those = "of them " if lengths["examples"] < seen["examples"] else "samples "
     for count, what in (
-        (lengths["over_max_length"], f"samples are longer than max_length {seen['max_length']}"),
-        (lengths["without_targets"], "samples have no token within max_length that counts toward the loss"),
+        (lengths["over_max_length"], f"{of_those}are longer than max_length {seen['max_length']}"),
+        (
+            lengths["without_targets"],
+            f"{of_those}have no token within max_length that counts toward the loss",
+        ),
     ):
         if count:
             console.print(f"{count:,} {what}.", style="yellow", highlight=False)
+
+
+def _measured(lengths: dict[str, Any], seen: dict[str, Any]) -> str:
+    """Which samples were measured: all, or some of a large file."""
+    if lengths["examples"] == seen["examples"]:
+        return f"{lengths['examples']:,} samples"
+    return f"Measured {lengths['examples']:,} of {seen['examples']:,} samples"
 
 
 def show_models(trained: list[dict[str, Any]], to_plan_for: list[dict[str, Any]]) -> None:

@@ -68,7 +68,10 @@ def follow(client: Client, job_id: str, *, stays: bool = True) -> int:
                     bar.print(_line(job), highlight=False)
             warned.show()
     except KeyboardInterrupt:
-        console.print(f"The job continues: accrue watch {job_id} follows it, accrue cancel {job_id} ends it")
+        if stays:
+            console.print(
+                f"The job continues: accrue watch {job_id} follows it, accrue cancel {job_id} ends it"
+            )
         return _INTERRUPTED
     if job["status"] == "succeeded":
         stats = client.get(f"/gradient-accumulation/stats/{job_id}")["stats"]
@@ -181,7 +184,7 @@ def show_findings(found: list["Finding"]) -> None:
     console.print(table)
 
 
-def show_jobs(jobs: list[dict[str, Any]]) -> None:
+def show_jobs(jobs: list[dict[str, Any]], *, filtered: bool = False) -> None:
     """Shows a table of jobs; a narrow terminal omits some columns."""
     wide = console.width >= WIDE
     columns: list[Column | str] = [Column("job", no_wrap=True), "status", "step", "loss", "batch", "method"]
@@ -200,11 +203,8 @@ def show_jobs(jobs: list[dict[str, Any]]) -> None:
             _number(progress["loss"]), str(job["effective_batch_size"]), _method(job),
             *(more if wide else []),
         )  # fmt: skip
-    console.print(
-        table
-        if jobs
-        else "No jobs yet: accrue submit FILE. With a key, you see only the jobs created with it."
-    )
+    none = "No jobs match." if filtered else "No jobs yet: accrue submit FILE."
+    console.print(table if jobs else f"{none} With a key, you see only the jobs created with it.")
     for job in jobs:
         if job["error"]:
             message = f"{job['id']}: {job['error']['message']}"
@@ -276,7 +276,7 @@ def _line(job: dict[str, Any]) -> str:
 
 def _accuracy(result: dict[str, Any]) -> str:
     share = result["eval_token_accuracy"]
-    return "" if share is None else f" ({share:.1%} of their tokens predicted)"
+    return "" if share is None else f" ({share:.1%} of their tokens predicted correctly)"
 
 
 def _show_end(job: dict[str, Any], tokens_per_second: float | None = None) -> int:

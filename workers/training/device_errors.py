@@ -66,12 +66,18 @@ def start_out_of_memory_error(plan: Plan) -> CannotTrain:
 
 
 def _remedies(plan: Plan) -> str:
-    remedies = [
-        f"{other.change} ({other.one_sample_bytes / GIB:.2f} GiB)"
-        for other in plan.alternatives
-        if not other.change.startswith("gradient_checkpointing")
-    ]
+    limit = min(rank.memory_limit_bytes for rank in plan.ranks)
+    others = [each for each in plan.alternatives if not each.change.startswith("gradient_checkpointing")]
+    fitting = [each for each in others if each.one_sample_bytes <= limit]
+    described = "; ".join(
+        f"{each.change} ({each.one_sample_bytes / GIB:.2f} GiB)" for each in fitting or others
+    )
+    if others and not fitting:
+        return (
+            f"use a GPU with more memory. These changes need less of it, but are not predicted to fit into "
+            f"{limit / GIB:.2f} GiB alone (predicted peak for one sample): {described}"
+        )
     return (
-        "use a GPU with more memory, or make one of these changes (predicted peak for one sample): "
-        f"{'; '.join(remedies) or 'a smaller model'}"
+        "use a GPU with more memory, or make one of these changes (predicted peak for one sample, of "
+        f"{limit / GIB:.2f} GiB that may be used): {described or 'a smaller model'}"
     )

@@ -23,11 +23,14 @@ def skip(training: TrainingRun, window: Indices, trained: TrainedWindow | None) 
         counted = window[samples.targets[window] > 0]
         named = []
         if trained.result.rejected_by_filter:
-            reason = f"its loss of {trained.result.loss:.4g} is a spike. Samples with the highest losses:"
+            reason = (
+                f"its loss of {trained.result.loss:.4g} is a spike. Positions of the samples with the highest "
+                "losses, from 0:"
+            )
             if training.group.leads and not training.replica.is_sharded:
                 named = _highest_losses(training, counted)
         else:
-            reason = "its loss or gradient is not finite. Samples at fault:"
+            reason = "its loss or gradient is not finite. Positions of the samples at fault, from 0:"
             whole = samples.denominator(window)
             if training.group.leads and not training.replica.is_sharded:
                 named = guards.samples_at_fault(

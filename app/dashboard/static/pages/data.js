@@ -6,6 +6,7 @@ import { number, percent } from "../format.js";
 /** Puts the service's preview into a panel. */
 export function showData(panel, preview) {
   const { lengths } = preview;
+  const some = lengths.examples < preview.examples; // of a large file, only some samples are measured
   fill(
     panel,
     h("h2", {}, "The data as the trainer will see it"),
@@ -29,19 +30,19 @@ export function showData(panel, preview) {
     h(
       "p",
       {},
-      `${number(lengths.examples)} of ${number(preview.examples)} samples: ${number(lengths.shortest)} to ${number(lengths.longest)} tokens, ${number(Math.round(lengths.mean))} on average; ${percent(lengths.target_share)} of the tokens count toward the loss.`,
+      `${some ? `Measured ${number(lengths.examples)} of ${number(preview.examples)}` : number(lengths.examples)} samples: ${number(lengths.shortest)} to ${number(lengths.longest)} tokens, ${number(Math.round(lengths.mean))} on average; ${percent(lengths.target_share)} of the tokens count toward the loss.`,
     ),
     lengths.over_max_length > 0 &&
       h(
         "p",
         { class: "is-warn" },
-        `${number(lengths.over_max_length)} samples are longer than ${number(preview.max_length)} tokens.`,
+        `${number(lengths.over_max_length)} ${some ? "of them" : "samples"} are longer than ${number(preview.max_length)} tokens.`,
       ),
     lengths.without_targets > 0 &&
       h(
         "p",
         { class: "is-warn" },
-        `${number(lengths.without_targets)} samples have no token that counts toward the loss within the first ${number(preview.max_length)} tokens.`,
+        `${number(lengths.without_targets)} ${some ? "of them" : "samples"} have no token that counts toward the loss within the first ${number(preview.max_length)} tokens.`,
       ),
     histogram(lengths.histogram),
   );

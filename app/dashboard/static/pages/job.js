@@ -1,12 +1,12 @@
 /** One job: its progress, charts, events and result. */
 
-import { download, follow, get, poll } from "../api.js";
+import { download, follow, get, poll, query } from "../api.js";
 import { chart, horizontalLine, preload } from "../charts.js";
 import { announce, fill, h, table } from "../dom.js";
 import { bytes, dateTime, duration, fixed, number, percent } from "../format.js";
 import { help } from "../terms.js";
 import { actions } from "./actions.js";
-import { badge, waitingReason } from "./jobs.js";
+import { badge, method, waitingReason } from "./jobs.js";
 
 export const TITLE = "Job";
 
@@ -328,7 +328,8 @@ async function showOutcome(outcome, job, signal) {
       { class: "facts" },
       fact("Loss, first and last", `${fixed(result.first_loss)} → ${fixed(result.final_loss)}`, "loss"),
       result.eval_loss !== null && fact("Loss on held-out samples", fixed(result.eval_loss), "validation"),
-      result.eval_token_accuracy !== null && fact("Tokens of held-out samples predicted", percent(result.eval_token_accuracy)),
+      result.eval_token_accuracy !== null &&
+        fact("Tokens of held-out samples predicted correctly", percent(result.eval_token_accuracy)),
       fact("Target tokens trained on", number(result.trained_tokens)),
       fact("Gradient check", certificate, "certificate"),
       noise && fact("Noise scale", formatNoiseScale(noise), "noise_scale"),
@@ -346,7 +347,7 @@ async function showOutcome(outcome, job, signal) {
           { type: "button", class: "primary", onclick: () => download(`${path}/model`, `${job.id}.tar`) },
           "Download the model",
         ),
-      result.model_path && h("a", { href: `#/plan?model=${job.id}` }, "Train it further"),
+      result.model_path && h("a", { href: `#/plan${query({ model: job.id, method: method(job) })}` }, "Train it further"),
       h("button", { type: "button", onclick: () => download(`${path}/metrics?format=csv`, `${job.id}.csv`) }, "Metrics as CSV"),
       h("button", { type: "button", onclick: () => download(`${path}/log`, `${job.id}.jsonl`) }, "Log"),
       job.links.profile &&

@@ -49,7 +49,9 @@ export async function show(main, { chosen, signal }) {
   const list = liveTable(
     "Newest first",
     COLUMNS,
-    "No jobs yet. Plan a job, and press Start. If you use a key, only the jobs created with it are listed.",
+    chosen.get("status") || chosen.get("user_id")
+      ? "No jobs match."
+      : "No jobs yet. Plan a job, and press Start. If you use a key, only the jobs created with it are listed.",
   );
   const ticked = new Set((chosen.get("ticked") ?? "").split(",").filter(Boolean));
   const compare = h("button", { type: "button", disabled: ticked.size < 2, onclick: compareTicked }, "Compare");
