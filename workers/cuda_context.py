@@ -9,7 +9,6 @@ a container hides, are needed.
 
 import subprocess
 import sys
-import threading
 from collections.abc import Sequence
 
 import structlog
@@ -31,36 +30,23 @@ _HOLD = "--hold"
 
 
 class ContextSizes:
-    """The sizes of contexts by the names of GPUs, each measured once, in the background."""
+    """The sizes of contexts by the names of GPUs."""
 
     def __init__(self) -> None:
-        self._known: dict[str, int | None] = {}
-        self._thread: threading.Thread | None = None
+        self._known: dict[str, int] = {}
 
     def of(self, device: Device) -> int | None:
-        """The size of a context on this device, in bytes; None if it is not known, or not yet."""
+        """The size of a context on this device, in bytes; None if it is not known."""
         return self._known.get(device.name)
 
     def measure(self, devices: Sequence[Device]) -> None:
-        """Begins to measure those of GPUs that are not known yet."""
-        missing = {
-            each.name: each for each in devices if each.kind == "cuda" and each.name not in self._known
-        }
-        if missing and (self._thread is None or not self._thread.is_alive()):
-            arguments = (list(missing.values()),)
-            self._thread = threading.Thread(target=self._measure, args=arguments, daemon=True, name="context")
-            self._thread.start()
-
-    def wait(self) -> None:
-        """Waits for what is being measured."""
-        if self._thread is not None:
-            self._thread.join()
-
-    def _measure(self, devices: Sequence[Device]) -> None:
-        for device in devices:
-            found = measured(device)
-            log.info("CUDA context measured", device=device.name, bytes=found)
-            self._known[device.name] = found
+        """Measures those of GPUs that are not known yet, while no job uses these."""
+        gpus = {each.name: each for each in devices if each.kind == "cuda"}
+        for name, device in gpus.items():
+            found = None if name in self._known else measured(device)
+            if found is not None:
+                log.info("CUDA context measured", device=name, bytes=found)
+                self._known[name] = found
 
 
 def measured(device: Device) -> int | None:

@@ -100,7 +100,9 @@ class Launcher:
         trainer = TrainerProcess(run, devices, silence, network=network, device_locks=locks, view=view)
         log.info("trainer started", job=job.id, attempt=job.attempt, pid=trainer.pid)
         lease_until = claimed_at + self.settings.lease_seconds
-        grace = self.settings.stop_grace_seconds + checkpoint_bytes(spec) / _CHECKPOINT_BYTES_PER_SECOND
+        # A GPU's checkpoint may still be being written when the last one begins (CheckpointWriter).
+        checkpoints = checkpoint_bytes(spec) * (2 if devices[0].kind == "cuda" else 1)
+        grace = self.settings.stop_grace_seconds + checkpoints / _CHECKPOINT_BYTES_PER_SECOND
         return Running(fence, devices, trainer, run, lease_until, timeout_at, grace)
 
     def _check_disk_space(self, spec: Spec) -> None:

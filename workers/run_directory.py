@@ -338,6 +338,16 @@ class RunDirectory:
                     found.append(kind.model_validate_json(line))
         return found
 
+    def has_reported(self, checkpoint: str) -> bool:
+        """Whether an event of any attempt names a checkpoint."""
+        name = f'"name":"{checkpoint}"'.encode()
+        with (
+            contextlib.suppress(FileNotFoundError, NotPlain),
+            open_plain(self.path, self.events.name) as file,
+        ):
+            return any(name in line for line in file)
+        return False
+
     def last_step(self) -> int:
         """The last step that any attempt has reported; 0 if there is none. An attempt that repeats windows
         reports earlier steps again."""

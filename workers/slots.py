@@ -57,7 +57,7 @@ class Slots:
         return found
 
     def measure_contexts(self) -> None:
-        """Begins to measure what a process holds on each kind of GPU besides its tensors."""
+        """Measures what a process holds on each kind of GPU besides its tensors, which takes some seconds."""
         self._contexts.measure(self.available())
 
     def _with_context(self, device: Device) -> Device:

@@ -89,7 +89,7 @@ class Supervisor:
     def run(self) -> None:
         """Runs until it is stopped; then stops the trainers and returns their jobs to the queue."""
         log.info("worker started", worker=self.id, devices=[device.name for device in self.slots.available()])
-        self.slots.measure_contexts()
+        self.slots.measure_contexts()  # before a job needs the GPUs
         profiler = ProfilerProcess(self.settings)
         with self.leases.at_work():
             while not self.stopped:

@@ -39,9 +39,14 @@ def sweep(
     max_length: MaxLength = None,
     method: Annotated[str | None, typer.Option(help="full, lora or qlora")] = None,
     validation_split: Annotated[
-        float,
-        typer.Option("--validation-split", help="Share of the samples on which the jobs are compared"),
-    ] = 0.1,
+        float | None,
+        typer.Option(
+            "--validation-split",
+            help="Share of the samples on which the jobs are compared; 0: none. Default: 0.1, unless "
+            "--set dataset_config.validation_file_id names a file",
+            show_default=False,
+        ),
+    ] = None,
     column: Columns = None,
     settings: Settings = None,
     dry_run: Annotated[bool, typer.Option(help="Check and plan the jobs without queueing them")] = False,
@@ -53,7 +58,9 @@ def sweep(
 
     The best job is the one with the lowest validation loss.
     """
-    dataset = {"max_length": max_length, "validation_split": validation_split}
+    if validation_split is None and not any("validation_file_id" in each for each in settings or ()):
+        validation_split = 0.1
+    dataset = {"max_length": max_length, "validation_split": validation_split or None}
     training = {"epochs": epochs, "max_steps": max_steps, "method": method}
     more = {"name": name, "vary": dict(map(_values, vary)), "dry_run": dry_run}
     if len(more["vary"]) < len(vary):  # type: ignore[arg-type]
@@ -87,28 +94,30 @@ def sweeps(
 
 
 def _values(given: str) -> tuple[str, list[Any]]:
-    """A field and its values. A value is JSON, or else the text as it stands; commas within a JSON array
-    separate no values.
+    """A field and its values. A value is JSON, or else the text up to the next comma.
 
     >>> _values("learning_rate=1e-5,1e-4")
     ('learning_rate', [1e-05, 0.0001])
     >>> _values("training_config.optimizer=adamw,lion")
     ('training_config.optimizer', ['adamw', 'lion'])
+    >>> _values('training_config.method=full,{"lora": {"r": 4, "alpha": 8}}')
+    ('training_config.method', ['full', {'lora': {'r': 4, 'alpha': 8}}])
     """
     field, equals, text = given.partition("=")
     if not (field and equals and text):
         raise typer.BadParameter(f"{given!r} is not FIELD=VALUE,VALUE", param_hint="--vary")
-    try:
-        return field, json.loads(f"[{text}]")
-    except ValueError:
-        return field, [_value(each) for each in text.split(",")]
-
-
-def _value(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
+    values, rest = [], f"{text},"
+    while rest:
+        try:
+            value, end = json.JSONDecoder().raw_decode(rest)
+            if rest[end] != ",":  # it only begins like JSON
+                raise ValueError
+        except ValueError:
+            end = rest.index(",")
+            value = rest[:end]
+        values.append(value)
+        rest = rest[end + 1 :].lstrip()
+    return field, values
 
 
 def _wait(client: Client, sweep: dict[str, Any], *, quiet: bool) -> dict[str, Any]:

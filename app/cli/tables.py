@@ -202,6 +202,8 @@ def show_sweep(sweep: dict[str, Any]) -> None:
     console.print(table)
     if sweep["decided_by"] == "loss":
         console.print("The training loss decides, since no job has validation data.", highlight=False)
+    if sweep["why_no_best"]:
+        console.print(f"No job is named as the best: {sweep['why_no_best']}.", highlight=False)
 
 
 def show_sweep_plan(planned: dict[str, Any]) -> None:

@@ -185,6 +185,9 @@ def _keep(
     predicted, held = subject.predicted(tokens, accumulating=accumulating) if tokens > 0 else (0, None)
     if not _is_plausible(subject, tokens, measured_bytes, predicted):
         return
+    if reserved_bytes is not None and held is not None:
+        low, high = held / _MAX_ERROR_FACTOR, held * _MAX_ERROR_FACTOR + _PROCESS_ALLOWANCE
+        reserved_bytes = reserved_bytes if low <= reserved_bytes <= high else None
     statement = insert_for(session, Measurement).values(
         job_id=subject.job.id,
         attempt=subject.job.attempt,

@@ -1,13 +1,14 @@
 """Admission: checks a request, fills in its defaults, plans it, and enforces its owner's quota."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic import ValidationError
 
 from app.contract.accumulation import AccumulationConfig, overridden
+from app.contract.model_reference import ModelReference
 from app.contract.plan import Plan
 from app.contract.preview import Lengths, PreviewSpec
 from app.contract.spec import Spec
@@ -36,6 +37,8 @@ from app.submissions.methods import training_from
 from app.submissions.requested_devices import check_that_workers_can, devices_of
 from app.webhooks import addresses
 from app.webhooks.addresses import NotAllowed
+
+FindModel = Callable[[str], tuple[ModelReference, PlannableModel]]
 
 
 @dataclass(frozen=True)
@@ -70,17 +73,22 @@ def check(
     *,
     planned: bool = False,
     suffix: str | None = None,
+    find: FindModel | None = None,
 ) -> AdmittedRequest:
     """Checks a request, fills in every default, and plans it.
 
     Args:
         planned: whether Accrue plans the accumulation steps.
         suffix: a part of the trained model's name.
+        find: finds the model by its name; None: `starting_models.find_for_training`.
 
     Raises:
         Unprocessable, NotFound: the request cannot be trained; the message names the field.
     """
-    model, base = starting_models.find_for_training(requested.model_name, inputs.database, settings)
+    if find is not None:
+        model, base = find(requested.model_name)
+    else:
+        model, base = starting_models.find_for_training(requested.model_name, inputs.database, settings)
     training = training_from(model, requested.training_config)
     if requested.dry_run:
         inputs = inputs.fresh()

@@ -107,6 +107,7 @@ class SubmissionHandler(ABC):
                 if stored is not None:
                     most = self.settings.max_stored_bytes
                     submissions = [_add_file(session, checked[0], path, stored, duplicate_id, most)]
+                check_quota(session, self.settings, len(submissions))
                 jobs = [self._submit(session, each) for each in submissions]
                 answer = self.answer(session, jobs)
                 self._idempotency.remember(session, answer, self.status)
@@ -114,7 +115,6 @@ class SubmissionHandler(ABC):
         return as_json(answer, self.status)
 
     def _submit(self, session: Session, submission: Submission) -> Job:
-        check_quota(session, self.settings)
         _hold_validation_file(session, submission)
         parent_jobs.lock(session, submission.spec)
         return lifecycle.submit(session, submission)

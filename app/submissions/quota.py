@@ -23,23 +23,29 @@ def resume(session: Session, job_id: str, settings: Settings) -> Job:
     return lifecycle.resume(session, job_id)
 
 
-def check_quota(session: Session, settings: Settings) -> None:
-    """Checks that the key may have another waiting job.
+def check_quota(session: Session, settings: Settings, jobs: int = 1) -> None:
+    """Checks that the key may have so many more waiting jobs.
 
     Raises:
-        QuotaExceeded: the key has reached its limit of waiting jobs.
+        QuotaExceeded: the key would exceed its limit of waiting jobs.
     """
     most = settings.max_queued_jobs
     waiting = _count_waiting(session, most)
-    if waiting > most - _QUOTA_LOCK_DISTANCE and lock_until_commit(
+    # Several jobs at once are rare, and few such requests could exceed the distance together.
+    if (jobs > 1 or waiting > most - _QUOTA_LOCK_DISTANCE) and lock_until_commit(
         session, f"quota of {session.viewer.creator}"
     ):
         waiting = queue.count_waiting(session, session.viewer.creator, most)
-    if waiting >= most:
-        raise _too_many(most)
+    if waiting + jobs > most:
+        raise _too_many(most, jobs)
 
 
-def _too_many(most: int) -> QuotaExceeded:
+def _too_many(most: int, jobs: int = 1) -> QuotaExceeded:
+    if jobs > 1:
+        return QuotaExceeded(
+            f"With these {jobs} jobs, more than {most} would be queued or paused, which is the limit per key "
+            "(ACCRUE_MAX_QUEUED_JOBS): try again with fewer, or once some have started."
+        )
     return QuotaExceeded(
         f"{most} jobs are queued or paused already, which is the limit per key "
         "(ACCRUE_MAX_QUEUED_JOBS): try again once some have started, or cancel some."

@@ -1,11 +1,16 @@
 """Routes that create and read sweeps."""
 
-from typing import Annotated
+import json
+from collections.abc import Mapping
+from functools import cache
+from math import prod
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Request, Response
 
 from app.errors import Conflict
 from app.jobs.responses import dry_run_answer
+from app.models import starting_models
 from app.planning.inputs import PlanningInputs
 from app.settings import Settings
 from app.storage.database import lock_until_commit
@@ -17,8 +22,16 @@ from app.submissions.admission import AdmittedRequest
 from app.submissions.handler import SubmissionHandler, as_json, submit
 from app.submissions.idempotency import IdempotentRequest
 from app.sweeps import table
-from app.sweeps.schemas import PlannedJob, SweepList, SweepName, SweepPlan, SweepRequest, SweepResponse
-from app.sweeps.variations import variations
+from app.sweeps.schemas import (
+    MAX_JOBS,
+    PlannedJob,
+    SweepList,
+    SweepName,
+    SweepPlan,
+    SweepRequest,
+    SweepResponse,
+)
+from app.sweeps.variations import Variation, variations
 from app.web.dependencies import CurrentIdempotentRequest, Reading, planning_inputs_of, slowly_of
 from app.web.sessions import SessionRoute
 
@@ -37,7 +50,10 @@ async def create(
 ) -> Response:
     """Queues a job for each combination of the values in `vary`: all of them, or none. Their metadata has
     the sweep's name as `sweep`."""
-    handler = _Handler(requested, planning_inputs_of(request), request.app.state.settings, idempotency)
+    body = json.loads(await request.body())
+    handler = _Handler(requested, body, planning_inputs_of(request), request.app.state.settings, idempotency)
+    jobs = prod(map(len, requested.vary.values()))
+    await request.app.state.rates.count(request.state.caller.key_id or "", min(jobs, MAX_JOBS) - 1)
     slowly = slowly_of(request)
     if requested.dry_run:
         return as_json(await slowly(handler.plan), 200)
@@ -50,11 +66,11 @@ def list_sweeps(session: Reading) -> SweepList:
     return table.newest(session)
 
 
-@router.get("/{name}", summary="A sweep: its jobs, and the best so far")
-def get(session: Reading, name: Annotated[SweepName, Path()]) -> SweepResponse:
+@router.get("/{sweep_name}", summary="A sweep: its jobs, and the best so far")
+def get(session: Reading, sweep_name: Annotated[SweepName, Path()]) -> SweepResponse:
     """The best job is the succeeded one with the lowest validation loss, or training loss if no job has
-    validation data."""
-    return table.of_name(session, name)
+    validation data. If a job was trained again, the newer one counts."""
+    return table.of_name(session, sweep_name)
 
 
 class _Handler(SubmissionHandler):
@@ -63,12 +79,13 @@ class _Handler(SubmissionHandler):
     def __init__(
         self,
         requested: SweepRequest,
+        body: Mapping[str, Any],
         inputs: PlanningInputs,
         settings: Settings,
         idempotency: IdempotentRequest,
     ) -> None:
         super().__init__(inputs, settings, idempotency)
-        self._requested = requested
+        self._requested, self._body = requested, body
         self._name = requested.name or new_id("sweep")
         self._hour_cost = settings.gpu_hour_cost
 
@@ -76,8 +93,14 @@ class _Handler(SubmissionHandler):
         return True
 
     def check(self) -> list[AdmittedRequest]:
-        jobs = variations(self._requested, self._name)
-        return [admission.check(each.requested, self.inputs, self.settings) for each in jobs]
+        return self._checked(self._variations(), self.inputs)
+
+    def _variations(self) -> list[Variation]:
+        return variations(self._requested, self._body, self._name)
+
+    def _checked(self, jobs: list[Variation], inputs: PlanningInputs) -> list[AdmittedRequest]:
+        find = cache(lambda name: starting_models.find_for_training(name, inputs.database, self.settings))
+        return [admission.check(each.requested, inputs, self.settings, find=find) for each in jobs]
 
     def check_in_transaction(self, session: Session) -> None:
         lock_until_commit(session, f"sweep {session.viewer.creator} {self._name}")
@@ -89,8 +112,8 @@ class _Handler(SubmissionHandler):
 
     def plan(self) -> SweepPlan:
         """What the jobs would do."""
-        jobs = variations(self._requested, self._name)
-        checked = [admission.check(each.requested, self.inputs, self.settings) for each in jobs]
+        jobs = self._variations()
+        checked = self._checked(jobs, self.inputs.fresh())
         return SweepPlan(
             jobs=[
                 PlannedJob(

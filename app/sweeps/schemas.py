@@ -9,7 +9,8 @@ from app.contract.states import JobStatus
 from app.jobs.request_schemas import TrainingRequest
 from app.jobs.response_schemas import DryRunResponse
 
-SweepName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64)]
+NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
+SweepName = Annotated[str, StringConstraints(pattern=NAME, max_length=64)]
 
 MAX_JOBS = 100
 """The largest number of jobs in a sweep."""
@@ -53,9 +54,11 @@ class SweepResponse(ResponseModel):
     """The fields that vary."""
     jobs: list[SweepJob]
     best: str | None
-    """The id of the succeeded job with the lowest loss; null while there is none."""
+    """The id of the succeeded job with the lowest loss; null if there is none, or not yet."""
     decided_by: Literal["validation_loss", "loss"] | None
-    """The loss that decides: the validation loss, unless no job has validation data."""
+    """The loss that decides: the validation loss, or the training loss if no job has validation data."""
+    why_no_best: str | None
+    """Why no job can be the best, whatever their losses; null if one can."""
 
 
 class SweepSummary(ResponseModel):

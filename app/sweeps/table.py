@@ -1,64 +1,101 @@
 """A sweep's jobs side by side, and which is the best. Jobs belong to a sweep by their metadata."""
 
 import json
+import re
+from collections.abc import Iterable, Sequence
 from math import isfinite
 from typing import Any, Literal
 
-from sqlalchemy import func, literal, select
+from sqlalchemy import ColumnElement, func, literal, select
 
+from app.contract.text import path_to_unstorable
 from app.errors import NotFound
 from app.jobs.filters import metadata_value
 from app.storage.session import Session
 from app.storage.tables import Job
-from app.sweeps.schemas import MAX_JOBS, SweepJob, SweepList, SweepResponse, SweepSummary
+from app.sweeps.schemas import NAME, SweepJob, SweepList, SweepResponse, SweepSummary
 from app.sweeps.variations import NAME_KEY, VALUES_KEY
 
 _MAX_LISTED = 100
+_MAX_READ = 1000
+"""The most jobs of one sweep that are read; each retry of a job is one more."""
 
 _name = metadata_value(Job.labels, literal(NAME_KEY))
+_values_text = metadata_value(Job.labels, literal(VALUES_KEY))
+_NAME = re.compile(NAME)
+
+_NO_BEST = "their losses cannot be compared, since {} vary"
+_DECIDE_LOSS = {
+    "model_name": "models",
+    "file_id": "training files",
+    "max_length": "lengths",
+    "validation": "held-out samples",
+}
 
 
 def exists(session: Session, name: str) -> bool:
-    """Whether the caller has a sweep of that name."""
-    return session.scalar(select(Job.id).where(_name == name).limit(1)) is not None
+    """Whether the caller has created a sweep of that name."""
+    own = _of_owner(session.viewer.creator)
+    return (
+        session.scalar(select(Job.id).where(_name == name, _values_text.is_not(None), own).limit(1))
+        is not None
+    )
 
 
 def newest(session: Session) -> SweepList:
-    """The caller's newest sweeps."""
-    query = select(
-        _name.label("name"), func.min(Job.created_at).label("created_at"), func.count().label("jobs")
-    )
-    query = query.where(_name.is_not(None)).group_by(_name).order_by(func.max(Job.id).desc())
-    rows = session.execute(query.limit(_MAX_LISTED)).all()
+    """The newest sweeps that the caller may see."""
+    began, count = func.min(Job.created_at), func.count(_values_text.distinct())
+    query = select(_name.label("name"), began.label("created_at"), count.label("jobs"))
+    query = query.where(_name.is_not(None), _values_text.is_not(None)).group_by(Job.owner, _name)
+    rows = session.execute(query.order_by(func.max(Job.id).desc()).limit(_MAX_LISTED)).all()
     return SweepList(
-        data=[SweepSummary(name=row.name, created_at=int(row.created_at), jobs=row.jobs) for row in rows]
+        data=[
+            SweepSummary(name=row.name, created_at=int(row.created_at), jobs=row.jobs)
+            for row in rows
+            if _NAME.fullmatch(row.name)
+        ]
     )
 
 
 def of_name(session: Session, name: str) -> SweepResponse:
-    """A sweep of the caller's.
+    """A sweep: the caller's own or, for an administrator, the newest one of that name.
 
     Raises:
         NotFound: there is no such sweep, or its jobs were deleted.
     """
-    jobs = session.scalars(select(Job).where(_name == name).order_by(Job.id).limit(MAX_JOBS)).all()
+    named = select(Job).where(_name == name, _values_text.is_not(None)).order_by(Job.id.desc())
+    jobs = session.scalars(named.where(_of_owner(session.viewer.creator)).limit(_MAX_READ)).all()
     if not jobs:
-        raise NotFound(f"No sweep has the name {name}: GET …/sweeps lists yours.", field="name")
-    return table(name, jobs)
+        newest_one = session.scalar(named.limit(1))
+        if newest_one is None:
+            raise NotFound(f"No sweep has the name {name}: GET …/sweeps lists yours.", field="name")
+        jobs = session.scalars(named.where(_of_owner(newest_one.owner)).limit(_MAX_READ)).all()
+    return table(name, jobs[::-1])
 
 
-def table(name: str, jobs: Any) -> SweepResponse:
-    """The table of a sweep's jobs, which must not be empty."""
-    rows = [_row(job) for job in jobs]
-    best, decided_by = _best(rows)
-    fields = dict.fromkeys(field for row in rows for field in row.values)
+def _of_owner(owner: str | None) -> ColumnElement[bool]:
+    return Job.owner.is_not_distinct_from(owner)
+
+
+def table(name: str, jobs: Sequence[Job]) -> SweepResponse:
+    """The table of a sweep's jobs.
+
+    Args:
+        jobs: in the order of their creation; at least one. If a job was trained again, the newest job with
+            the same values counts.
+    """
+    by_values = {job.labels[VALUES_KEY]: job for job in jobs}
+    counted = list(by_values.values())
+    rows = [_row(job) for job in counted]
+    best, decided_by, why_no_best = _best(rows, counted)
     return SweepResponse(
         name=name,
         created_at=int(min(job.created_at for job in jobs)),
-        vary=list(fields),
+        vary=list(dict.fromkeys(field for row in rows for field in row.values)),
         jobs=rows,
         best=best,
         decided_by=decided_by,
+        why_no_best=why_no_best,
     )
 
 
@@ -76,20 +113,37 @@ def _row(job: Job) -> SweepJob:
 
 
 def _values(job: Job) -> dict[str, Any]:
-    """The values of the fields that vary; empty if a client has written the metadata itself."""
+    """The values of the fields that vary; empty if a client has written other metadata itself."""
     try:
-        found = json.loads(job.labels.get(VALUES_KEY, "{}"))
-    except ValueError:
+        found = json.loads(job.labels[VALUES_KEY])
+        json.dumps(found, allow_nan=False)
+    except (ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return found if isinstance(found, dict) and path_to_unstorable(found) is None else {}
 
 
-def _best(rows: list[SweepJob]) -> tuple[str | None, Literal["validation_loss", "loss"] | None]:
-    """The succeeded job with the lowest validation loss; or, if none has one, the lowest training loss."""
-    ended = [row for row in rows if row.status == "succeeded"]
-    for by in ("validation_loss", "loss"):
-        found = {row.training_id: getattr(row, by) for row in ended}
-        known = {job: loss for job, loss in found.items() if loss is not None and isfinite(loss)}
-        if known:
-            return min(known, key=lambda job: known[job]), by
-    return None, None
+def _best(
+    rows: Sequence[SweepJob], jobs: Sequence[Job]
+) -> tuple[str | None, Literal["validation_loss", "loss"] | None, str | None]:
+    """The succeeded job with the lowest validation loss; or, if no job has validation data, the lowest
+    training loss. None if the losses of the jobs cannot be compared, with the reason."""
+    differing = [what for field, what in _DECIDE_LOSS.items() if len(_distinct(jobs, field)) > 1]
+    if differing:
+        return None, None, _NO_BEST.format(" and ".join(differing))
+    has_validation = jobs[0].spec["data"]["validation"] is not None
+    by: Literal["validation_loss", "loss"] = "validation_loss" if has_validation else "loss"
+    found = {row.training_id: getattr(row, by) for row in rows if row.status == "succeeded"}
+    known = {job: loss for job, loss in found.items() if loss is not None and isfinite(loss)}
+    return (min(known, key=lambda job: known[job]), by, None) if known else (None, None, None)
+
+
+def _distinct(jobs: Iterable[Job], field: str) -> set[str]:
+    """The different values of what a job's losses depend on, besides its training."""
+    found = set()
+    for job in jobs:
+        spec, data = job.spec, job.spec["data"]
+        own: Any = spec["model"]["name"] if field == "model_name" else data.get(field)
+        if field == "validation" and own is not None and own["share"] is not None:
+            own = [own, spec["seed"]]  # the seed draws the samples that are held out
+        found.add(json.dumps(own, sort_keys=True))
+    return found

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass
-from itertools import product
+from itertools import combinations, product
 from math import prod
 from typing import Any
 
@@ -20,8 +20,9 @@ NAME_KEY, VALUES_KEY = "sweep", "sweep_values"
 _PATHS = {
     "learning_rate": "training_config.learning_rate",
     "effective_batch_size": "target_effective_batch_size",
+    "lora_rank": "training_config.method.lora.r",
 }
-_LORA_RANK = "lora_rank"
+_METHOD = "method"
 _NOT_VARIED = ("name", "vary", "metadata", "dry_run")
 _METADATA_KEYS, _METADATA_CHARACTERS = 16, 512
 
@@ -34,17 +35,20 @@ class Variation:
     requested: TrainingRequest
 
 
-def variations(swept: SweepRequest, name: str) -> list[Variation]:
+def variations(swept: SweepRequest, body: Mapping[str, Any], name: str) -> list[Variation]:
     """The jobs of a sweep, the last field varying fastest.
+
+    Args:
+        body: the request as the client sent it.
 
     Raises:
         Unprocessable: there are too many jobs, a field does not exist, or a value is not allowed; the message
             names the values.
     """
     _check(swept)
-    given = swept.model_dump(mode="json", exclude_unset=True, exclude={"name", "vary"})
-    combinations = product(*swept.vary.values())
-    return [_variation(given, dict(zip(swept.vary, values, strict=True)), name) for values in combinations]
+    given = {field: value for field, value in body.items() if field not in ("name", "vary", "dry_run")}
+    chosen = product(*swept.vary.values())
+    return [_variation(given, dict(zip(swept.vary, values, strict=True)), name) for values in chosen]
 
 
 def _check(swept: SweepRequest) -> None:
@@ -53,20 +57,22 @@ def _check(swept: SweepRequest) -> None:
         raise Unprocessable(
             f"vary: a sweep has 2 to {MAX_JOBS} jobs, and these values would give {count}.", field="vary"
         )
-    paths = [_PATHS.get(field, field) for field in swept.vary]
-    if len(set(paths)) < len(paths):
-        twice = next(path for path in paths if paths.count(path) > 1)
-        raise Unprocessable(f"vary: {twice} varies twice, under two names.", field="vary")
     for field, values in swept.vary.items():
         if field.partition(".")[0] in _NOT_VARIED:
             raise Unprocessable(f"vary.{field} cannot vary: choose another field.", field=f"vary.{field}")
-        if len({json.dumps(value, sort_keys=True) for value in values}) < len(values):
+        try:
+            distinct = {json.dumps(value, sort_keys=True, allow_nan=False) for value in values}
+        except ValueError:
+            raise Unprocessable(
+                f"vary.{field} has a number that is not finite.", field=f"vary.{field}"
+            ) from None
+        if len(distinct) < len(values):
             raise Unprocessable(f"vary.{field} has a value twice.", field=f"vary.{field}")
-    if swept.dataset_config.file_id is None:
-        raise Unprocessable(
-            "A sweep's jobs share their data: upload it with POST /v1/files, and give its id.",
-            field="dataset_config.file_id",
-        )
+    for one, other in combinations(swept.vary, 2):
+        if _overlap(one, other):
+            raise Unprocessable(
+                f"vary: {one} and {other} set the same thing: leave one out.", field=f"vary.{other}"
+            )
     if {NAME_KEY, VALUES_KEY} & swept.metadata.keys() or len(swept.metadata) > _METADATA_KEYS - 2:
         raise Unprocessable(
             f"metadata: a sweep adds {NAME_KEY} and {VALUES_KEY}, so that at most {_METADATA_KEYS - 2} other "
@@ -75,13 +81,23 @@ def _check(swept: SweepRequest) -> None:
         )
 
 
+def _path(field: str) -> list[str]:
+    return _PATHS.get(field, field).split(".")
+
+
+def _overlap(one: str, other: str) -> bool:
+    """Whether one field is the other, or a part of it. The two kinds of adapters count as one."""
+    first, second = (
+        [_METHOD if part in ("lora", "qlora") else part for part in _path(field)] for field in (one, other)
+    )
+    length = min(len(first), len(second))
+    return first[:length] == second[:length]
+
+
 def _variation(given: Mapping[str, Any], values: dict[str, Any], name: str) -> Variation:
     request = deepcopy(dict(given))
     for field, value in values.items():
-        if field == _LORA_RANK:
-            _set_rank(request, value)
-        else:
-            _set(request, _PATHS.get(field, field), value, field)
+        _set(request, field, value)
     written = json.dumps(values)
     if len(written) > _METADATA_CHARACTERS:
         raise Unprocessable(
@@ -89,7 +105,7 @@ def _variation(given: Mapping[str, Any], values: dict[str, Any], name: str) -> V
         )
     request["metadata"] = {**request.get("metadata", {}), NAME_KEY: name, VALUES_KEY: written}
     try:
-        return Variation(values, TrainingRequest.model_validate(request))
+        requested = TrainingRequest.model_validate(request)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         at = ".".join(str(part) for part in first["loc"])
@@ -97,33 +113,52 @@ def _variation(given: Mapping[str, Any], values: dict[str, Any], name: str) -> V
         why = "there is no such field" if first["type"] == "extra_forbidden" else why
         why = f"{at}: {why}" if at else why
         raise Unprocessable(f"With {described(values)}: {why}.", field="vary") from None
+    if requested.dataset_config.file_id is None:
+        raise Unprocessable(
+            "A sweep's jobs use uploaded files: upload the data with POST /v1/files, and give its id.",
+            field="dataset_config.file_id",
+        )
+    return Variation(values, requested)
 
 
-def _set(request: dict[str, Any], path: str, value: Any, field: str) -> None:
-    *parents, last = path.split(".")
+def _set(request: dict[str, Any], field: str, value: Any) -> None:
+    """Sets a field of a request, whatever the request has there."""
+    *parents, last = _path(field)
     place = request
-    for parent in parents:
+    for number, parent in enumerate(parents):
         inner = place.setdefault(parent, {})
+        if parent == _METHOD:
+            inner = _with_options(inner, field, kind=parents[number + 1] if number + 1 < len(parents) else "")
+            place[parent] = inner
+            if field == "lora_rank":  # that of the adapters which the request has, lora or qlora
+                [place] = inner.values()
+                break
         if not isinstance(inner, dict):
             raise Unprocessable(
                 f"vary.{field}: {parent} is {json.dumps(inner)}, which has no such field.",
                 field=f"vary.{field}",
             )
         place = inner
-    place[last] = value
+    place[last] = deepcopy(value)
 
 
-def _set_rank(request: dict[str, Any], rank: Any) -> None:
-    training = request.setdefault("training_config", {})
-    method = training.get("method", "full")
+def _with_options(method: Any, field: str, *, kind: str) -> dict[str, Any]:
+    """A method as an object with its options, such as {"lora": {}} for "lora".
+
+    Raises:
+        Unprocessable: the request has another method, which has no such option.
+    """
     if method in ("lora", "qlora"):
         method = {method: {}}
-    if not isinstance(method, dict):
+    is_object = isinstance(method, dict) and len(method) == 1
+    known = ("lora", "qlora") if field == "lora_rank" else (kind,)
+    if not is_object or not all(name in known and isinstance(own, dict) for name, own in method.items()):
         raise Unprocessable(
-            'vary.lora_rank needs training_config.method "lora" or "qlora".', field=f"vary.{_LORA_RANK}"
+            f'vary.{field} needs training_config.method "{kind if field != "lora_rank" else "lora"}"'
+            + (' or "qlora".' if field == "lora_rank" else "."),
+            field=f"vary.{field}",
         )
-    [(kind, options)] = method.items()
-    training["method"] = {kind: {**options, "r": rank}}
+    return dict(method)
 
 
 def described(values: Mapping[str, Any]) -> str:

@@ -45,6 +45,8 @@ JOBS = [
     job(5, method={"type": "supervised", "supervised": {"hyperparameters": {
         "n_epochs": "auto", "batch_size": "auto", "learning_rate_multiplier": "auto",
     }}}),
+    job(6, metadata={str(n): "x" for n in range(16)}, user_provided_suffix="support bot!",
+        fine_tuned_model=None),
 ]  # fmt: skip
 FILES = {"file-train": "sums.jsonl", "file-valid": "valid"}
 
@@ -113,12 +115,13 @@ def test_jobs_come_with_their_files_and_hyperparameters(accrue: Accrue, tmp_path
     planned = imported(accrue, "--dry-run")
     assert [each["state"] for each in planned] == [
         "would be imported", "left out", "would be imported", "would be imported", "would be imported",
+        "would be imported",
     ]  # fmt: skip
     assert accrue.get("/v1/files")["data"] == []
 
     found = imported(accrue, "--paused")
     assert [each["state"] for each in found] == [
-        "imported", "left out", "imported", "not imported", "imported",
+        "imported", "left out", "imported", "not imported", "imported", "imported",
     ]  # fmt: skip
     assert "dpo: only supervised jobs" in found[1]["error"]
     assert "file-gone cannot be downloaded" in found[3]["error"]
@@ -135,10 +138,27 @@ def test_jobs_come_with_their_files_and_hyperparameters(accrue: Accrue, tmp_path
     assert files[third["validation_file"]] == "valid.jsonl"
     assert first["training_file"] == fifth["training_file"]
 
+    sixth = accrue.get(f"/v1/fine_tuning/jobs/{found[5]['training_id']}")
+    assert len(sixth["metadata"]) == 16
+    assert sixth["metadata"]["imported_from"] == "ftjob-6"
+
     again = imported(accrue)
     assert [each["state"] for each in again[:1] + again[2:3]] == ["imported before"] * 2
     assert again[0]["training_id"] == found[0]["training_id"]
-    assert len(accrue.get("/v1/fine_tuning/jobs")["data"]) == 3
+    assert len(accrue.get("/v1/fine_tuning/jobs")["data"]) == 4
+
+
+def test_a_refused_job_leaves_no_file_and_those_imported_before_do_not_count(tmp_path: Path) -> None:
+    with openai() as url, running(tmp_path) as accrue:
+        accrue.env |= {"OPENAI_API_KEY": "sk-test", "OPENAI_BASE_URL": url, "OPENAI_MAX_RETRIES": "0"}
+        accrue.serve()
+        [refused] = imported(accrue, "--job", "ftjob-1", "--model", "nobody/nothing")
+        assert refused["state"] == "not imported"
+        assert accrue.get("/v1/files")["data"] == []
+        first = imported(accrue, "--limit", "1", status=0)
+        second = imported(accrue, "--limit", "2")
+        assert [each["openai"] for each in first] == ["ftjob-1"]
+        assert [each["state"] for each in second] == ["imported before", "left out", "imported"]
 
 
 def test_one_job_is_imported_by_its_id(accrue: Accrue) -> None:

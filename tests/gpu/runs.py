@@ -212,7 +212,6 @@ def features(place: Place) -> tuple[dict[str, Any], list[Check]]:
         "lora": ("bf16", {"method": lora}),
         "checkpointing": ("bf16", {"gradient_checkpointing": True}),
         "label smoothing": ("bf16", {"label_smoothing": 0.1}),
-        "kernels of packages": ("bf16", {"kernels": "auto"}),
         "packing": ("bf16", {"data": spec_with().data.model_copy(update={"packing": True})}),
         "gradients on the host": ("bf16", {"accumulate_gradients_on_cpu": True}),
         "optimizer on the host": ("bf16", {"use_cpu_offload": True}),
@@ -227,6 +226,8 @@ def features(place: Place) -> tuple[dict[str, Any], list[Check]]:
             "tf32": ("tf32", {"precision": "tf32"}),
             "compile": ("bf16", {"compile": True}),
         }
+        if find_spec("liger_kernel"):
+            cases["liger-kernel"] = ("bf16", {"kernels": "auto"})
         if find_spec("bitsandbytes"):
             cases["qlora"] = ("bf16", {"method": qlora})
             cases["adamw_8bit"] = ("bf16", {"optimizer": make_optimizer("adamw_8bit")})
@@ -242,10 +243,12 @@ def features(place: Place) -> tuple[dict[str, Any], list[Check]]:
             train(run)
             losses = [line["loss"] for line in log_of(run)]
             ends = len(losses) == 5 and all(np.isfinite(losses))
+            used = [event["data"]["used"] for event in events_of(run, "kernels")]
+            ends = ends and (name != "liger-kernel" or used == [True])
             checks.append(Check(name, f"{losses[-1]:.4f}", "5 finite losses", bool(ends)))
             figures[name] = {"losses": losses, "seconds": time.perf_counter() - began}
-            if kernels := events_of(run, "kernels"):
-                figures[name]["kernels"] = [event["message"] for event in kernels]
+            if messages := [event["message"] for event in events_of(run, "kernels")]:
+                figures[name]["kernels"] = messages
         except Exception as error:
             checks.append(
                 Check(name, f"{type(error).__name__}: {str(error)[:200]}", "5 finite losses", False)

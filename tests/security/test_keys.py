@@ -50,7 +50,13 @@ def theirs(client: TestClient, database: Database) -> tuple[dict[str, str], dict
         "/gradient-accumulation/config", json={"target_effective_batch_size": 8}, headers=header
     ).json()
     job = client.post(f"{PATH}/with-accumulation", json=JOB, headers=header).json()
+    swept = {
+        "model_name": JOB["model_name"], "dataset_config": {"file_id": file["id"]}, "name": "sweep-of-theirs",
+        "vary": {"learning_rate": [1e-5, 1e-4]},
+    }  # fmt: skip
+    sweep = client.post("/gradient-accumulation/sweeps", json=swept, headers=header).json()
     made = {
+        "sweep_name": sweep["name"],
         "file_id": file["id"], "config_id": config["config_id"], "training_id": job["id"],
         "fine_tuning_job_id": job["id"], "identifier": job["id"],
         "profile_id": "profile-000000000000",  # measurements are everybody's
@@ -108,7 +114,7 @@ def test_lists_and_counts_reveal_nothing_about_other_keys(
     totals = "/gradient-accumulation/stats"
     counted = {name: client.get(totals, headers=each).json()["jobs"] for name, each in
                {"theirs": header, "mine": mine, "admin": key_for(database, "admin")}.items()}  # fmt: skip
-    assert counted == {"theirs": 1, "mine": 0, "admin": 1}
+    assert counted == {"theirs": 3, "mine": 0, "admin": 3}
 
 
 def test_a_job_cannot_be_made_of_another_key_s_file_or_configuration(

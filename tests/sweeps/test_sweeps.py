@@ -1,10 +1,12 @@
 """Sweeps over HTTP: a job for each combination, all or none, and a table that names the best."""
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
 
+from app.models import starting_models
 from app.settings import Settings
 from app.storage.database import Database
 from app.storage.tables import Job
@@ -77,7 +79,8 @@ def test_the_lowest_validation_loss_is_the_best(
 def test_without_validation_data_the_training_loss_decides(
     client: TestClient, body: dict[str, Any], settings: Settings
 ) -> None:
-    ids = [job["training_id"] for job in create(client, body)["jobs"]]
+    data = {**body["dataset_config"], "validation_split": None}
+    ids = [job["training_id"] for job in create(client, body, dataset_config=data)["jobs"]]
     database = Database(settings.resolved_database_url)
     end(database, ids[3], 1.0, None)
     end(database, ids[4], 0.5, None)
@@ -130,8 +133,23 @@ def test_any_field_can_vary(
         ({"vary": {"learning_rate": [1e-4, -1]}}, "vary",
          "With learning_rate -1: training_config.learning_rate"),
         ({"vary": {"learning_rat": [1e-4, 1e-3]}}, "vary", "learning_rat: there is no such"),
-        ({"vary": {"learning_rate": [1e-4, 1e-3], "training_config.learning_rate": [1e-5, 1e-6]}}, "vary",
-         "training_config.learning_rate varies twice"),
+        ({"vary": {"learning_rate": [1e-4, 1e-3], "training_config.learning_rate": [1e-5, 1e-6]}}, None,
+         "learning_rate and training_config.learning_rate set the same thing"),
+        ({"vary": {"lora_rank": [4, 8], "training_config.method": ["lora", "qlora"]}},
+         "vary.training_config.method", "lora_rank and training_config.method set the same thing"),
+        ({"vary": {"lora_rank": [4, 8], "training_config.method.qlora.r": [1, 2]}}, None,
+         "set the same thing"),
+        ({"vary": {"lora_rank": [4], "training_config": [1, 2]}}, None, "set the same thing"),
+        ({"vary": {"training_config.optimizer_args.eps": [1e-8, 1e-7],
+                   "training_config.optimizer_args": [{}]}}, None, "set the same thing"),
+        ({"vary": {"training_config.method.lora.alpha": [4, 8]}}, None,
+         'needs training_config.method "lora"'),
+        ({"vary": {"training_config.method.lora.alpha": [4, 8]}, "training_config": {"method": "qlora"}},
+         None,
+         'needs training_config.method "lora"'),
+        ({"vary": {"dataset_config": [{"texts": ["a"]}, {"texts": ["b"]}]}}, "dataset_config.file_id",
+         "upload the data"),
+        ({"vary": {"training_config": [{"max_steps": 1}, 7]}}, "vary", "training_config"),
         ({"vary": {"training_config.seed.x": [1, 2]}, "training_config": {"seed": 3}},
          "vary.training_config.seed.x", "seed is 3, which has no such field"),
         ({"vary": {"lora_rank": [4, 8]}}, "vary.lora_rank", 'needs training_config.method "lora"'),
@@ -140,7 +158,7 @@ def test_any_field_can_vary(
         ({"metadata": {"sweep": "x"}}, "metadata", "a sweep adds sweep"),
         ({"metadata": {str(n): "x" for n in range(15)}}, "metadata", "at most 14 other keys"),
         ({"name": "../x"}, "name", ""),
-        ({"dataset_config": {"texts": ["a", "b"]}}, "dataset_config.file_id", "upload it"),
+        ({"dataset_config": {"texts": ["a", "b"]}}, "dataset_config.file_id", "upload the data"),
         ({"vary": {"model_name": ["accrue/tiny-gpt2", "nobody/nothing"]}}, None, "nothing"),
         ({"vary": {"training_config.method": ["full", "x" * 600]}}, "vary", "characters"),
     ],
@@ -210,12 +228,143 @@ def test_sweeps_belong_to_their_key(settings: Settings) -> None:
 
 def test_metadata_that_a_client_has_written_does_no_harm(client: TestClient, body: dict[str, Any]) -> None:
     create(client, body, vary={"learning_rate": [1e-4, 1e-3]})
-    for values in ("[", "[1]", '{"x": 1}'):
+    job = {name: value for name, value in body.items() if name not in ("name", "vary")}
+    written = ("[", "[1]", '{"x": 1}', '{"x": "\\ud800"}', '{"x": NaN}', '{"x": 1e999}', "[" * 500)
+    for values in written:
         metadata = {"sweep": "rates", "sweep_values": values}
-        job = {name: value for name, value in body.items() if name not in ("name", "vary")}
+        answer = client.post(f"{JOBS}/with-accumulation", json={**job, "metadata": metadata})
+        assert answer.status_code == 202, answer.text
+    for metadata in ({"sweep": "rates"}, {"sweep": "of my own", "sweep_values": "{}"}):
         answer = client.post(f"{JOBS}/with-accumulation", json={**job, "metadata": metadata})
         assert answer.status_code == 202, answer.text
     sweep = client.get(f"{SWEEPS}/rates").json()
     assert [job["values"] for job in sweep["jobs"]] == [
-        {"learning_rate": 1e-4}, {"learning_rate": 1e-3}, {}, {}, {"x": 1},
+        {"learning_rate": 1e-4}, {"learning_rate": 1e-3}, {}, {}, {"x": 1}, {}, {}, {}, {},
     ]  # fmt: skip
+    [summary] = client.get(SWEEPS).json()["data"]
+    assert (summary["name"], summary["jobs"]) == ("rates", 9)
+
+
+def test_an_option_of_the_method_can_vary_beside_its_rank(client: TestClient, body: dict[str, Any]) -> None:
+    for method in ("lora", {"lora": {"dropout": 0.1}}):
+        sweep = create(
+            client, body, name=None, training_config={"max_steps": 5, "method": method},
+            vary={"lora_rank": [4], "training_config.method.lora.alpha": [8, 16]},
+        )  # fmt: skip
+        found = [client.get(f"{JOBS}/{job['training_id']}").json() for job in sweep["jobs"]]
+        options = [job["training_config"]["method"]["lora"] for job in found]
+        assert [(own["r"], own["alpha"]) for own in options] == [(4, 8), (4, 16)]
+
+
+def test_a_job_that_is_trained_again_takes_the_place_of_the_failed_one(
+    client: TestClient, body: dict[str, Any], settings: Settings
+) -> None:
+    first = create(client, body, vary={"learning_rate": [1e-4, 1e-3]})["jobs"][0]["training_id"]
+    database = Database(settings.resolved_database_url)
+    with database.writing() as session:
+        session.get_one(Job, first).status = "failed"
+    again = client.post(f"{JOBS}/{first}/retry").json()["id"]
+    end(database, again, 1.0, 2.0)
+    database.close()
+    sweep = client.get(f"{SWEEPS}/rates").json()
+    assert [job["values"]["learning_rate"] for job in sweep["jobs"]] == [1e-4, 1e-3]
+    assert sweep["jobs"][0]["training_id"] == again == sweep["best"]
+    assert client.get(SWEEPS).json()["data"][0]["jobs"] == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"vary": {"training_config.seed": [1, 2]}}, "since held-out samples vary"),
+        ({"vary": {"dataset_config.validation_split": [0.1, 0.2]}}, "since held-out samples vary"),
+        ({"vary": {"dataset_config.max_length": [32, 64]}}, "since lengths vary"),
+        ({"vary": {"training_config.seed": [1, 2]}, "without": "validation_split"}, None),
+    ],
+)
+def test_losses_that_cannot_be_compared_name_no_best(
+    client: TestClient, body: dict[str, Any], settings: Settings, changes: dict[str, Any], why: str | None
+) -> None:
+    without = changes.pop("without", None) if "without" in changes else None
+    data = {name: value for name, value in body["dataset_config"].items() if name != without}
+    ids = [job["training_id"] for job in create(client, {**body, "dataset_config": data}, **changes)["jobs"]]
+    database = Database(settings.resolved_database_url)
+    for job_id, loss in zip(ids, (2.0, 1.0), strict=True):
+        end(database, job_id, loss, None if why is None else loss)
+    database.close()
+    sweep = client.get(f"{SWEEPS}/rates").json()
+    if why is None:
+        assert (sweep["best"], sweep["decided_by"], sweep["why_no_best"]) == (ids[1], "loss", None)
+    else:
+        assert sweep["best"] is None
+        assert why in sweep["why_no_best"]
+
+
+def test_a_diverged_job_does_not_make_the_training_loss_decide(
+    client: TestClient, body: dict[str, Any], settings: Settings
+) -> None:
+    ids = [job["training_id"] for job in create(client, body)["jobs"]]
+    database = Database(settings.resolved_database_url)
+    end(database, ids[0], 0.1, None)
+    database.close()
+    sweep = client.get(f"{SWEEPS}/rates").json()
+    assert (sweep["best"], sweep["decided_by"]) == (None, None)
+
+
+def test_an_administrator_sees_each_owner_s_sweep_by_itself(settings: Settings) -> None:
+    with service(settings) as (client, one):
+        database = client.app.state.database  # type: ignore[attr-defined]
+        other, admin = key_for(database), key_for(database, "admin")
+        for number, key in enumerate((one, other), start=2):
+            lines = {"file": ("data.jsonl", b'{"text": "sample text"}\n' * 20)}
+            sent = client.post("/v1/files", files=lines, data={"purpose": "fine-tune"}, headers=key)
+            body = {
+                "model_name": "accrue/tiny-gpt2", "dataset_config": {"file_id": sent.json()["id"]},
+                "name": "rates", "vary": {"training_config.seed": list(range(number))},
+            }  # fmt: skip
+            assert client.post(SWEEPS, json=body, headers=key).status_code == 202
+        listed = client.get(SWEEPS, headers=admin).json()["data"]
+        assert [(each["name"], each["jobs"]) for each in listed] == [("rates", 3), ("rates", 2)]
+        assert len(client.get(f"{SWEEPS}/rates", headers=admin).json()["jobs"]) == 3  # the newest
+        assert len(client.get(f"{SWEEPS}/rates", headers=one).json()["jobs"]) == 2
+        mine = {**body, "dataset_config": {"file_id": sent.json()["id"]}}
+        assert client.post(SWEEPS, json=mine, headers=admin).status_code == 202
+        assert len(client.get(SWEEPS, headers=admin).json()["data"]) == 3
+
+
+def test_of_two_requests_at_once_with_one_name_one_is_refused(settings: Settings) -> None:
+    with service(settings) as (client, key):
+        lines = {"file": ("data.jsonl", b'{"text": "sample text"}\n' * 20)}
+        file = client.post("/v1/files", files=lines, data={"purpose": "fine-tune"}, headers=key).json()["id"]
+        body = {
+            "model_name": "accrue/tiny-gpt2", "dataset_config": {"file_id": file}, "name": "rates",
+            "vary": RATES,
+        }  # fmt: skip
+        with ThreadPoolExecutor(2) as threads:
+            sent = [threads.submit(client.post, SWEEPS, json=body, headers=key) for _ in range(2)]
+        assert sorted(each.result().status_code for each in sent) == [202, 409]
+        assert len(client.get(JOBS, headers=key).json()["data"]) == 6
+
+
+def test_the_model_is_looked_up_once(
+    client: TestClient, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    own = starting_models.find_for_training
+
+    def find(name: str, *rest: Any) -> Any:
+        asked.append(name)
+        return own(name, *rest)
+
+    monkeypatch.setattr(starting_models, "find_for_training", find)
+    create(client, body)
+    assert asked == ["accrue/tiny-gpt2"]
+
+
+def test_each_job_counts_toward_the_rate_limit(settings: Settings) -> None:
+    with service(settings, rate_limit="20/minute") as (client, key):
+        lines = {"file": ("data.jsonl", b'{"text": "sample text"}\n' * 20)}
+        file = client.post("/v1/files", files=lines, data={"purpose": "fine-tune"}, headers=key).json()["id"]
+        body = {"model_name": "accrue/tiny-gpt2", "dataset_config": {"file_id": file}, "vary": RATES}
+        answers = [client.post(SWEEPS, json=body, headers=key).status_code for _ in range(9)]
+        assert answers[0] == 202
+        assert 429 in answers[:8]

@@ -1,6 +1,7 @@
 """Checkpoints that are written while training goes on, as those of a GPU's run are."""
 
 import errno
+import shutil
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 from app.contract.plan import FixedSize
+from app.contract.spec import ValidationSpec
 from tests.harness.runs import create_run, log_of, small_data
 from tests.harness.specs import make_spec
 from tests.harness.training import events_of_kind, interrupted_at, run_to_end, weights
@@ -19,7 +21,7 @@ from workers.run_directory import RunDirectory
 from workers.training import checkpoint
 from workers.training.checkpoint_writer import CheckpointWriter
 from workers.training.parameters import Parameters
-from workers.training.state import RunState
+from workers.training.state import Progress, RunState
 
 SPEC = make_spec(data=small_data(), max_steps=12, save_every=2)
 
@@ -109,6 +111,86 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_attempt(
     assert events_of_kind(run, "checkpoint")[-1]["data"]["step"] == 2
     run_to_end(a_run(tmp_path / "run", attempt=2))
     assert len(log_of(run)) == 12
+
+
+def test_a_checkpoint_is_reported_although_a_later_window_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_background: None
+) -> None:
+    """Each new checkpoint resets the count of crashes."""
+    from workers.training import fit
+
+    own = fit.advance
+
+    def advance(training: Any) -> None:
+        if training.state.step == 2:
+            raise RuntimeError("CUDA error: unspecified launch failure")
+        own(training)
+
+    run = a_run(tmp_path / "run")
+    monkeypatch.setattr(fit, "advance", advance)
+    on_each_write(monkeypatch, lambda _: threading.Event().wait(0.3) and None)
+    with pytest.raises(RuntimeError, match="launch failure"):
+        run_to_end(run)
+    assert [event["data"]["step"] for event in events_of_kind(run, "checkpoint")] == [2]
+
+
+def test_a_checkpoint_whose_report_was_lost_is_reported_when_the_run_resumes(tmp_path: Path) -> None:
+    run = a_run(tmp_path / "run")
+    interrupted_at(run, 25)
+    newest = checkpoint.newest_first(run.checkpoints)[0].name
+    assert run.has_reported(newest)
+    lines = run.events.read_text().splitlines(keepends=True)
+    run.events.write_text("".join(line for line in lines if newest not in line))
+    assert not run.has_reported(newest)
+    run_to_end(a_run(tmp_path / "run", attempt=2))
+    assert [event["data"]["name"] for event in events_of_kind(run, "checkpoint")].count(newest) == 1
+
+
+def test_a_newer_checkpoint_stands_for_one_that_could_not_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail_at_first(state: RunState) -> None:
+        if state.step == 0:
+            raise OSError(errno.EIO, "Input/output error")
+
+    on_each_write(monkeypatch, fail_at_first)
+    writer, state = CheckpointWriter(tmp_path, in_background=True), RunState()
+    layer = nn.Linear(3, 3)
+    assert writer.write(state, content_of(layer)) == []
+    state.progress.step = 7
+    [(step, path)] = writer.write(state, content_of(layer))
+    assert step == 7
+    assert path is not None
+    writer.close()
+
+
+def test_training_waits_if_the_memory_for_the_copy_cannot_be_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("CUDA error: out of memory")
+
+    writer, content = CheckpointWriter(tmp_path, in_background=True), content_of(nn.Linear(3, 3))
+    with monkeypatch.context() as patched:
+        patched.setattr("workers.training.checkpoint_writer.torch.empty", refuse)
+        assert len(writer.write(RunState(), content)) == 1
+    assert len(writer.write(RunState(Progress(step=1)), content)) == 1
+    writer.close()
+
+
+def test_the_best_checkpoint_is_marked_again_if_a_kill_came_before_the_mark(tmp_path: Path) -> None:
+    share = ValidationSpec(file_id=None, sha256=None, format=None, share=0.2)
+    spec = make_spec(data=small_data(validation=share), max_steps=8, save_every=100, eval_every=4)
+    run = create_run(tmp_path / "run", spec, rule=FixedSize(samples=8))
+    interrupted_at(run, 25)
+    mark = run.checkpoints / checkpoint.BEST
+    best = mark.read_text()
+    for newer in checkpoint.newest_first(run.checkpoints):
+        if newer.name > best:
+            shutil.rmtree(newer)
+    mark.unlink()
+    interrupted_at(create_run(tmp_path / "run", spec, attempt=2, rule=FixedSize(samples=8)), 0)
+    assert mark.read_text() == best
 
 
 def content_of(layer: nn.Linear) -> checkpoint.Content:

@@ -1,12 +1,42 @@
-"""What an evaluation computes from a micro-batch."""
+"""What an evaluation computes from a micro-batch, and what follows from a validation loss."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 
+from app.contract.spec import EarlyStopping
 from tests.harness.small_models import make_model, make_window64
+from workers.training.evaluation import Evaluated, record
 from workers.training.loss import TokenLoss
+from workers.training.state import RunState
+
+
+def noted(losses: list[float], patience: EarlyStopping | None) -> tuple[RunState, list[bool]]:
+    state, better = RunState(), []
+    for step, loss in enumerate(losses, start=1):
+        state.progress.step = step
+        better.append(record(state, Evaluated(loss, 0.5), patience))
+    return state, better
+
+
+def test_the_lowest_loss_counts_as_best_even_if_the_gain_is_tiny() -> None:
+    state, better = noted([5.4705, 5.3285], EarlyStopping(patience=5, min_delta=0.5))
+    assert better == [True, True]
+    assert (state.evaluations.best_step, state.evaluations.best_loss) == (2, 5.3285)
+    assert state.evaluations.without_gain == 1
+
+
+def test_small_gains_that_add_up_reset_patience() -> None:
+    state, _ = noted([5.0, 4.7, 4.4, 4.1], EarlyStopping(patience=3, min_delta=0.5))
+    assert not state.progress.stopped_early
+    assert state.evaluations.best_step == 4
+
+
+def test_training_stops_after_patience_evaluations_without_gain() -> None:
+    state, _ = noted([5.0, 4.9, 4.8, 4.7], EarlyStopping(patience=3, min_delta=0.5))
+    assert state.progress.stopped_early
+    assert state.evaluations.best_step == 4
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])

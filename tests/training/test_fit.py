@@ -12,18 +12,38 @@ from safetensors.torch import load_file
 from app.contract.plan import FixedCount, FixedSize, TokenBudget
 from tests.harness.runs import create_run, events_of, log_of, small_data, until, write_texts
 from tests.harness.specs import make_schedule, make_spec
-from tests.harness.training import interrupted_at, run_to_end, scale_losses, weights
+from tests.harness.training import interrupted_at, raw_log, run_to_end, scale_losses, weights
 from workers.run_directory import RunDirectory
 from workers.training import model as models
 from workers.training.batches import epoch_order
 from workers.training.checkpoint import newest_first
 from workers.training.exceptions import CannotTrain, Interrupted
 from workers.training.model import recompute_activations
+from workers.training.stopwatch import Stopwatch
 from workers.training.tiny_gpt2 import make_tokenizer
 
 
 def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
     return float(torch.cat([(a[name] - b[name]).flatten() for name in a]).norm())
+
+
+def test_an_optimizer_s_step_that_took_longer_than_the_next_window_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU, the host goes on during the step, whose time is that of the previous window."""
+
+    class Lagging(Stopwatch):
+        lags = True  # type: ignore[assignment]
+
+        def seconds(self) -> float:
+            return 100.0 if self._used else 0.0
+
+    monkeypatch.setattr("workers.training.window.Stopwatch", Lagging)
+    run = create_run(tmp_path / "run", make_spec(data=small_data(), max_steps=3))
+    run_to_end(run)
+    for line in raw_log(run):
+        assert line["forward_backward_seconds"] >= 0
+        assert line["optimizer_seconds"] < 100
 
 
 def test_a_run_trains_a_model_that_transformers_loads(tmp_path: Path) -> None:

@@ -101,6 +101,48 @@ def test_a_failed_copy_fails_the_window_and_not_the_next_one() -> None:
     sums.close()
 
 
+def test_a_copy_that_cannot_begin_does_not_block_the_next_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As pinned memory, of which there may be too little."""
+    monkeypatch.setattr(host_sums, "PENDING_BYTES", 10)
+    fails = [True]
+
+    def copy(tensor: Tensor) -> tuple[Tensor, Callable[[], object]]:
+        if fails.pop() if fails else False:
+            raise RuntimeError("CUDA error: out of memory")
+        return tensor.clone(), lambda: None
+
+    sums, parameter = HostSums(CPU, copy), torch.zeros(3)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        sums.add(parameter, torch.ones(3))
+    sums.clear()
+    adding = threading.Thread(
+        target=lambda: [sums.add(parameter, torch.ones(3)) for _ in range(3)], daemon=True
+    )
+    adding.start()
+    adding.join(20)
+    assert not adding.is_alive()
+    assert sums.sums()[parameter].tolist() == [3.0, 3.0, 3.0]
+    sums.close()
+
+
+def test_a_failure_after_the_last_pass_is_found_before_the_window_is_closed() -> None:
+    def copy(tensor: Tensor) -> tuple[Tensor, Callable[[], object]]:
+        def wait() -> None:
+            raise RuntimeError("CUDA error: out of memory")
+
+        return tensor.clone(), wait
+
+    layer = nn.Linear(3, 1)
+    gradients = SeparateAccumulator(layer.parameters(), host=CPU, background=HostSums(CPU, copy))
+    window = Window(layer.parameters(), torch.optim.SGD(layer.parameters(), lr=0.1), gradients=gradients)
+    window.open(denominator=1.0)
+    window.add(layer(torch.ones(1, 3)).sum())
+    with pytest.raises(RuntimeError, match="out of memory"):
+        window.settle()
+    window.abandon()
+    gradients.release()
+
+
 def test_a_window_of_low_precision_is_summed_in_fp32() -> None:
     sums: Any = HostSums(CPU, late)
     parameter = torch.zeros(1, dtype=torch.bfloat16)

@@ -240,11 +240,24 @@ def test_flash_attention_is_chosen_by_the_device_and_the_rows(
         monkeypatch.setattr(import_utils, f"is_flash_attn_{generation}_available", lambda there=there: there)
     replica = a_replica(make_model("llama"), precision=precision)
     chosen: list[str] = []
-    replica.model.set_attn_implementation = chosen.append
+
+    def choose(implementation: str) -> None:
+        chosen.append(implementation)
+        replica.model.config._attn_implementation = implementation
+
+    replica.model.set_attn_implementation = choose
     for found in kernels.installed_kernels(replica, make_spec(kernels="auto"), packed=packed):
         found.switch_on()
         assert replica.token_loss.passes_boundaries
     assert chosen == ([] if expected is None else [expected])
+
+
+def test_a_model_that_does_not_support_flash_attention_says_so() -> None:
+    """As transformers does for models that choose their attention when they are built: it only logs that."""
+    replica = a_replica(make_model("llama"))
+    replica.model.set_attn_implementation = lambda _: None
+    with pytest.raises(NotImplementedError, match="cannot be flash_attention_2"):
+        kernels.FlashAttention(replica, "flash_attention_2", "flash-attn").switch_on()
 
 
 def test_flash_attention_is_told_where_samples_begin() -> None:

@@ -57,8 +57,7 @@ def test_each_kind_of_gpu_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> N
     sizes = ContextSizes()
     for _ in range(2):
         sizes.measure([H100, *others])
-        sizes.wait()
-    assert sorted(asked) == ["H100", "T4"]
+    assert sorted(asked) == ["H100", "T4", "T4"]  # which failed, and is tried again
     assert [sizes.of(each) for each in (H100, *others)] == [600 * MIB, 600 * MIB, None, None]
 
 
@@ -97,7 +96,6 @@ def test_plans_use_the_measured_size(monkeypatch: pytest.MonkeyPatch) -> None:
     slots = Slots(on_cpu=False)
     assert [device.context_bytes for device in slots.available()] == [None]
     slots.measure_contexts()
-    slots._contexts.wait()
     [known] = slots.available()
     assert known.context_bytes == 700 * MIB
     assert Device(**asdict(known)) == known

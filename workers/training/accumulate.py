@@ -187,6 +187,7 @@ def accumulate(
     for _ in range(together - len(own)):
         replica.add_nothing(filler(training, window))
     replica.stopwatch.end()
+    replica.window.settle()
     return WindowCost(data_seconds, padded_tokens, replica.stopwatch.seconds)
 
 

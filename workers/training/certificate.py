@@ -194,6 +194,7 @@ def _accumulate(
             replica.add(training.loader.fetch(window[group].tolist()))
         for _ in range(passes_of_rank(training, groups) - len(own)):
             replica.add_nothing(filler(training, window))
+        replica.window.settle()
     except InterruptionRequested:
         interruption_requested = True
     except OtherRankFailed:

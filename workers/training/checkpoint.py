@@ -63,7 +63,8 @@ def collect(parameters: Parameters, optimizer: torch.optim.Optimizer) -> Content
 
 
 def save(folder: Path, state: RunState, content: Content) -> Path | None:
-    """Writes the checkpoint of a step and returns once it is on the disk.
+    """Writes the checkpoint of a step and returns once it is on the disk. If the step has the lowest
+    validation loss so far, the checkpoint is marked as the best.
 
     Returns:
         The checkpoint's path, or None if an identical one exists already.
@@ -93,6 +94,7 @@ def save(folder: Path, state: RunState, content: Content) -> Path | None:
     partial.rename(target)
     fail_point("checkpoint.renamed")
     sync(folder)
+    mark_if_best(folder, state)
     _retire(folder)
     fail_point("checkpoint.retired")
     return target
@@ -279,11 +281,11 @@ def _is_whole(path: Path) -> bool:
         return False
 
 
-def mark_as_best(folder: Path, state: RunState) -> None:
-    """Marks the checkpoint of this state, which is about to be written, as the best, in place of the previous
-    best one."""
-    folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / BEST, name_of(state))
+def mark_if_best(folder: Path, state: RunState) -> None:
+    """Marks the checkpoint of this state, which is on disk, as the best if its step has the lowest validation
+    loss, in place of the previous best one."""
+    if state.evaluations.best_step is not None and state.evaluations.best_step == state.step:
+        write_atomically(folder / BEST, name_of(state))
 
 
 def best(folder: Path) -> Path | None:

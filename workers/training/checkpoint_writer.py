@@ -1,8 +1,9 @@
 """Writes checkpoints: of a GPU's run in the background, from a copy in host memory, while training goes on.
 
 The copy is in pinned memory, so that the device writes to it directly, and its memory is used again for the
-next checkpoint. If the host has too little memory for it, and on a CPU, where the copy would take memory
-that the plan has given to training, training waits until the checkpoint is on disk.
+next checkpoint. If the host has too little memory for it, if ranks hold parts of the model, whose collected
+parts are on the host already, and on a CPU, where the copy would take memory that the plan has given to
+training, training waits until the checkpoint is on disk.
 """
 
 import copy
@@ -13,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from workers.training import checkpoint, memory
+from workers.training import checkpoint, device_errors, memory
 from workers.training.checkpoint import Content
 from workers.training.state import RunState
 
@@ -34,7 +35,6 @@ class CheckpointWriter:
 
     def __init__(self, folder: Path, *, in_background: bool) -> None:
         self._folder = folder
-        self._in_background = in_background
         self._buffers: dict[str, Tensor] = {}
         self._thread = ThreadPoolExecutor(1, "checkpoint") if in_background else None
         self._pending: tuple[int, Future[Path | None]] | None = None
@@ -48,10 +48,13 @@ class CheckpointWriter:
         Raises:
             OSError: one of them could not be written.
         """
-        done = self.wait()
-        if self._thread is None or not self._has_memory(content):
+        try:
+            done = self.wait()
+            copied = self._copy(content) if self._has_memory(content) else None
+        except OSError:  # this one, which is newer, stands for the one that could not be written
+            done, copied = [], None
+        if self._thread is None or copied is None:
             return [*done, (state.step, checkpoint.save(self._folder, state, content))]
-        copied = self._copy(content)
         future = self._thread.submit(checkpoint.save, self._folder, copy.deepcopy(state), copied)
         self._pending = state.step, future
         return done
@@ -83,13 +86,21 @@ class CheckpointWriter:
         self._buffers.clear()
 
     def _has_memory(self, content: Content) -> bool:
-        if self._buffers:
-            return True
+        if self._thread is None or self._buffers:
+            return self._thread is not None
         return _bytes_of(content) < _SHARE_OF_HOST * memory.available_on_host()
 
-    def _copy(self, content: Content) -> Content:
-        """The content in host memory, as it is now."""
-        weights, states = self._held("weight", content.weights), self._held("state", content.states)
+    def _copy(self, content: Content) -> Content | None:
+        """The content in host memory, as it is now; None if there is no memory for it after all, and from
+        then on."""
+        try:
+            weights, states = self._held("weight", content.weights), self._held("state", content.states)
+        except (RuntimeError, MemoryError) as error:
+            if isinstance(error, RuntimeError) and not device_errors.is_out_of_memory(error):
+                raise
+            self.close()
+            self._thread = None
+            return None
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         return Content(weights, states, dict(content.numbers), list(content.updates))
@@ -108,4 +119,7 @@ class CheckpointWriter:
 
 
 def _bytes_of(content: Content) -> int:
-    return sum(each.nbytes for each in (*content.weights.values(), *content.states.values()))
+    """The pinned memory of a copy: PyTorch rounds each tensor up to a power of two
+    (aten/src/ATen/core/CachingHostAllocator.h)."""
+    tensors = (*content.weights.values(), *content.states.values())
+    return sum(1 << max(0, each.nbytes - 1).bit_length() for each in tensors)

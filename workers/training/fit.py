@@ -83,6 +83,8 @@ def fit(
             finish_checkpoints(training)
             raise Interrupted from None
         finally:
+            with contextlib.suppress(OSError):  # another error, or nothing, is on its way
+                _report_checkpoints(training, training.checkpoints.wait())
             training.checkpoints.close()
             training.loader.executor.shutdown(cancel_futures=True)
         return finish(training)
@@ -108,7 +110,7 @@ def train(training: TrainingRun) -> None:
     """Trains window after window, with the evaluations and checkpoints that are due between them."""
     spec, state = training.assignment.spec, training.state
     saved_at = state.step
-    memory.reset_peak(training.replica.device)  # that of loading and of the checks is not a step's
+    memory.begin_steps(training.replica.device)  # the peak of loading and of the checks is not a step's
     _evaluate_if_due(training)  # repeats an evaluation that was interrupted
     while not training.finished:
         interrupted, finish, is_hot = training.group.any(
@@ -215,8 +217,6 @@ def evaluate(training: TrainingRun) -> None:
     )
     training.trackers.write(state.step, {"validation/loss": loss, "validation/token_accuracy": accuracy})
     if better:
-        if training.group.leads:
-            checkpoint.mark_as_best(training.run.checkpoints, state)
         save_checkpoint(training)
     if state.progress.stopped_early:
         own = state.evaluations

@@ -32,6 +32,13 @@ class Gradients(Protocol):
         """Announces the last backward pass of this rank: each sum may be exchanged as soon as that pass has
         completed it."""
 
+    def settle(self) -> None:
+        """Waits for gradients that are still being added after the last backward pass.
+
+        Raises:
+            RuntimeError: the device or the host failed meanwhile, for example for lack of memory.
+        """
+
     def sums(self) -> dict[Tensor, Tensor]:
         """The sum so far of each parameter that has one."""
 
@@ -75,6 +82,9 @@ class InPlace:
 
     def begin_last(self) -> None:
         """There is no other rank."""
+
+    def settle(self) -> None:
+        """Every gradient is added during its backward pass."""
 
     def present(self) -> list[bool]:
         return [parameter.grad is not None for parameter in self._parameters]
@@ -136,6 +146,10 @@ class SeparateAccumulator:
 
     def begin_last(self) -> None:
         """The sums are exchanged after it."""
+
+    def settle(self) -> None:
+        if self._background is not None:
+            self._background.sums()
 
     def present(self) -> list[bool]:
         sums = self.sums()

@@ -45,8 +45,12 @@ class HostSums:
         with self._less:
             self._less.wait_for(lambda: not self._waiting or self._waiting + gradient.nbytes <= PENDING_BYTES)
             self._waiting += gradient.nbytes
-        copied, wait = self._copy(gradient)
-        self._last = self._thread.submit(self._arrived, parameter, gradient, copied, wait)
+        try:
+            copied, wait = self._copy(gradient)
+            self._last = self._thread.submit(self._arrived, parameter, [gradient], copied, wait)
+        except BaseException:
+            self._release(gradient.nbytes)
+            raise
 
     def sums(self) -> dict[Tensor, Tensor]:
         """The complete sums. Waits for gradients that have not arrived yet.
@@ -75,12 +79,15 @@ class HostSums:
         if last is not None:
             last.result()  # the thread does one after another
 
-    def _arrived(self, parameter: Tensor, gradient: Tensor, copied: Tensor, wait: Any) -> None:
-        """Adds a gradient; runs in the thread. Afterwards, the device's memory of it can be reused."""
-        size = gradient.nbytes
+    def _arrived(self, parameter: Tensor, gradient: list[Tensor], copied: Tensor, wait: Any) -> None:
+        """Adds a gradient; runs in the thread.
+
+        Args:
+            gradient: holds the gradient on the device, whose memory can be reused once it is removed.
+        """
         try:
             wait()
-            del gradient
+            gradient.clear()
             held = self._sums.get(parameter)
             if held is None:
                 wider = torch.promote_types(copied.dtype, torch.float32)
@@ -90,9 +97,13 @@ class HostSums:
         except BaseException as error:
             self._error = self._error or error
         finally:
-            with self._less:
-                self._waiting -= size
-                self._less.notify()
+            gradient.clear()
+            self._release(copied.nbytes)
+
+    def _release(self, size: int) -> None:
+        with self._less:
+            self._waiting -= size
+            self._less.notify()
 
 
 class _Stream:

@@ -124,14 +124,25 @@ class FlashAttention:
         self.name = name
         self._implementation = implementation
         self._loss, self._model = replica.token_loss, base_of(replica.model)
+        self._own: str = self._model.config._attn_implementation
 
     def switch_on(self) -> None:
-        self._model.set_attn_implementation(self._implementation)
+        self._set(self._implementation)
         self._loss.passes_boundaries = True
 
     def switch_off(self) -> None:
-        self._model.set_attn_implementation("sdpa")
+        self._set(self._own)
         self._loss.passes_boundaries = False
+
+    def _set(self, implementation: str) -> None:
+        """Chooses an implementation of attention.
+
+        Raises:
+            NotImplementedError: the model does not support it; transformers only logs that.
+        """
+        self._model.set_attn_implementation(implementation)
+        if self._model.config._attn_implementation != implementation:
+            raise NotImplementedError(f"the model's attention cannot be {implementation}")
 
 
 def base_of(model: Any) -> Any:
@@ -226,7 +237,12 @@ def _try(kernels: Kernels, replica: Replica, loader: Loader, reporter: Reporter)
         if _breaks_device(failure):
             raise
         replica.free_memory()
-        why = f"it fails ({type(failure).__name__}: {' '.join(str(failure).split())[:200]})"
+        memory = isinstance(failure, RuntimeError) and device_errors.is_out_of_memory(failure)
+        why = (
+            "there is too little memory to compare the gradients"
+            if memory
+            else f"it fails ({type(failure).__name__}: {' '.join(str(failure).split())[:200]})"
+        )
     known = error if isfinite(error) else None
     if error <= tolerance:
         kernels.switch_on()
@@ -262,7 +278,8 @@ def _quietly(call: Callable[[], None]) -> None:
 def _change_of_gradient(kernels: Kernels, replica: Replica, loader: Loader) -> float:
     """How much kernels change the gradient of two samples: |with - without| / |without|."""
     chosen = typical_samples(loader)
-    batch = loader.fetch(chosen)
+    together = [chosen] if loader.layout.packed else [[each] for each in chosen]
+    batches = [loader.fetch(each) for each in together]
     denominator = loader.samples.denominator(np.array(chosen))
     step = replace(replica, balance=None)
 
@@ -272,7 +289,8 @@ def _change_of_gradient(kernels: Kernels, replica: Replica, loader: Loader) -> f
         else:
             kernels.switch_off()
         step.window.open(denominator)
-        step.add(batch)
+        for batch in batches:
+            step.add(batch)
 
     scale = replica.loss_scale
     before = scale.value if scale else 0.0

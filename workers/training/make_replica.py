@@ -66,6 +66,7 @@ def make_replica(
         layers={layer: [parameters.of(each) for each in own] for layer, own in layers.items()},
         keep_micro_losses=spec.log_micro_losses,
         group=group,
+        optimizer_device=torch.device("cpu") if spec.use_cpu_offload else None,
     )
     return Replica(
         device=device,

@@ -35,10 +35,23 @@ def peak_reserved(device: torch.device) -> int | None:
 
 
 def available_on_host() -> float:
-    """Bytes of the host's memory that can be taken without swapping; infinite if the system does not say."""
+    """Bytes of the host's memory that can be taken without swapping, and within the limit of this process's
+    container; infinite if the system does not say."""
+    free = inf
     with contextlib.suppress(OSError, ValueError, LookupError):
         lines = Path("/proc/meminfo").read_text().splitlines()
-        return 1024.0 * int(next((line for line in lines if line.startswith("MemAvailable:")), "").split()[1])
+        free = 1024.0 * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1])
+    return min(free, available_in(Path("/sys/fs/cgroup")))
+
+
+def available_in(group: Path) -> float:
+    """Bytes that a control group (version 2) may still take; what only caches files can be taken back.
+    Infinite without a limit."""
+    with contextlib.suppress(OSError, ValueError, LookupError):
+        most = int((group / "memory.max").read_text())  # "max" is no number
+        statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        used = int((group / "memory.current").read_text()) - int(statistics["inactive_file"])
+        return float(max(0, most - used))
     return inf
 
 
@@ -49,6 +62,14 @@ def reset_peak(device: torch.device) -> None:
         return
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
+
+
+def begin_steps(device: torch.device) -> None:
+    """Resets `peak()` and `peak_reserved()` before steps whose memory is to be measured: on a GPU, cached
+    memory of what came before counts no more."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    reset_peak(device)
 
 
 class MemoryWatch:

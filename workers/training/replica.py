@@ -93,7 +93,7 @@ class Replica:
         self.window.abandon()
         gc.collect()  # activations may be part of a cycle, such as that of an error and its frames
         if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+            memory.begin_steps(self.device)
 
 
 class Accumulating(Protocol):

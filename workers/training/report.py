@@ -96,6 +96,8 @@ def log_line(
     device = training.replica.device
     peak, reserved = memory.peak(device), memory.peak_reserved(device)
     remembers = spec.log_memory_usage
+    rest = max(0.0, trained.seconds - trained.data_seconds - result.synchronise_seconds)
+    optimizer_seconds = min(result.optimizer_seconds, rest)  # on a GPU, a part may lie before this window
     return LogLine(
         attempt=training.assignment.attempt,
         step=state.step,
@@ -121,11 +123,8 @@ def log_line(
         skipped=state.progress.skipped,
         time=time.time(),
         data_seconds=trained.data_seconds,
-        forward_backward_seconds=trained.seconds
-        - trained.data_seconds
-        - result.optimizer_seconds
-        - result.synchronise_seconds,
-        optimizer_seconds=result.optimizer_seconds,
+        forward_backward_seconds=rest - optimizer_seconds,
+        optimizer_seconds=optimizer_seconds,
         synchronise_seconds=result.synchronise_seconds,
         aux_loss=result.extra_loss if training.replica.balance else None,
         micro_losses=_micro_means(training, window, trained) if spec.log_micro_losses else None,

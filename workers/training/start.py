@@ -104,7 +104,9 @@ def start(
         shares=_shares(assignment, state, budgets, recorded, until),
         tuner=make_tuner(run, assignment, state, group, until),
         group=group,
-        checkpoints=CheckpointWriter(run.checkpoints, in_background=replica.device.type == "cuda"),
+        checkpoints=CheckpointWriter(
+            run.checkpoints, in_background=replica.device.type == "cuda" and not replica.is_sharded
+        ),
     )
     return training, prepared
 
@@ -375,6 +377,15 @@ def leader_first(group: Group) -> Iterator[None]:
         group.wait()
 
 
+def _complete_report(run: RunDirectory, state: RunState, reporter: Reporter) -> None:
+    """Marks and reports the checkpoint that a run resumes from, if an attempt was killed after it was
+    written and before that."""
+    checkpoint.mark_if_best(run.checkpoints, state)
+    newest = checkpoint.newest_first(run.checkpoints)[0]
+    if not run.has_reported(newest.name):
+        reporter.event("checkpoint", f"Checkpoint at step {state.step}.", step=state.step, name=newest.name)
+
+
 def _resume(
     run: RunDirectory,
     parameters: Parameters,
@@ -385,6 +396,8 @@ def _resume(
     try:
         with leader_first(group):  # which moves damaged checkpoints out of the way
             state, damaged = checkpoint.restore(run.checkpoints, parameters, optimizer)
+            if state is not None and group.leads:
+                _complete_report(run, state, reporter)
     except checkpoint.AllDamaged as error:
         message = f"every checkpoint is damaged ({error}): check the disk, and submit the job again"
         raise CannotTrain("checkpoints_damaged", message) from None

@@ -129,7 +129,7 @@ def _measure(
                 continue
             seconds[budget] = min(seconds[budget], took)
             peaks[budget] = max(peaks[budget], memory.peak(training.replica.device))
-    memory.reset_peak(training.replica.device)
+    memory.begin_steps(training.replica.device)
     return seconds, peaks
 
 

@@ -90,8 +90,8 @@ class WindowResult(Totals):
     seconds: float = 0.0
     """Wall time since `open()`."""
     optimizer_seconds: float = 0.0
-    """The device's time in the optimizer within `seconds`: on a GPU that of the previous window's step, which
-    it makes after the host has gone on."""
+    """The device's time in the optimizer: on a GPU that of the previous window's step, which it makes after
+    the host has gone on, mostly during this window."""
     memory_bytes: int = 0
     """Memory in use when the window was closed: allocated on a GPU, resident on a CPU."""
 
@@ -123,6 +123,7 @@ class Window:
         layers: parameters by layer, for `WindowResult.layer_norms`.
         keep_micro_losses: for `WindowResult.micro_losses`.
         group: the ranks that accumulate the window together; `gradients` must exchange over the same group.
+        optimizer_device: where the optimizer's step runs; None: where the parameters are.
     """
 
     def __init__(
@@ -136,6 +137,7 @@ class Window:
         layers: Mapping[str, Sequence[Tensor]] | None = None,
         keep_micro_losses: bool = False,
         group: Group = ALONE,
+        optimizer_device: torch.device | None = None,
     ) -> None:
         parameters = list(parameters)
         self._device = parameters[0].device if parameters else torch.device("cpu")
@@ -153,7 +155,7 @@ class Window:
         self._exchanges_early = False
         self._denominator = 1.0
         self._opened = 0.0
-        self._optimizer_watch = Stopwatch(self._device)
+        self._optimizer_watch = Stopwatch(optimizer_device or self._device)
         self._loss: Tensor | None = None
         self._extra_loss: Tensor | None = None
         self._first_norm: Tensor | None = None
@@ -242,6 +244,11 @@ class Window:
         self._passes += 1
         if self._exchanges_early and self._passes == self._expected_passes:
             self._gradients.begin_last()
+
+    def settle(self) -> None:
+        """Waits for gradients that are still being added after the last backward pass. Called where running
+        out of memory is handled."""
+        self._gradients.settle()
 
     def record_first_norm(self) -> None:
         """Records the norm of the gradient so far as `WindowResult.first_norm`. Reads nothing back from the

@@ -69,6 +69,9 @@ class Buckets:
     def begin_last(self) -> None:
         self._is_last = True
 
+    def settle(self) -> None:
+        """Every gradient is added during its backward pass."""
+
     def sums(self) -> dict[Tensor, Tensor]:
         return {p: p.grad for p in self._parameters if p in self._present and p.grad is not None}
 

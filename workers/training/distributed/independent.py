@@ -274,6 +274,7 @@ class _Merged:
         ranks = tuple(self._totals[number].of(number, line) for number, line in own.items())
         memory = [line.memory_gb for line in lines if line.memory_gb is not None]
         peaks = [line.peak_gb for line in lines if line.peak_gb is not None]
+        reserved = [line.reserved_gb for line in lines if line.reserved_gb is not None]
         return lines[0].model_copy(
             update={
                 "attempt": self._reporter.attempt,
@@ -289,6 +290,7 @@ class _Merged:
                 **{name: sum(getattr(line, name) for line in lines) / self._at_once for name in _SECONDS},
                 "memory_gb": max(memory, default=None),
                 "peak_gb": max(peaks, default=None),
+                "reserved_gb": max(reserved, default=None),
                 "noise_scale": None,
                 "skipped": sum(line.skipped for line in lines),
                 "time": max(line.time for line in lines),

@@ -154,6 +154,9 @@ class ShardedSums:
     def begin_last(self) -> None:
         self._parameters.exchange_in_next_pass(True)
 
+    def settle(self) -> None:
+        """Every gradient is added during its backward pass."""
+
     def sums(self) -> dict[Tensor, Tensor]:
         return {own: divided.grad.to_local() for divided, own in self._pairs if divided.grad is not None}
 

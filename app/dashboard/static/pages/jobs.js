@@ -148,8 +148,8 @@ export async function show(main, { chosen, signal }) {
 }
 
 /** A link to the sweep that a job belongs to. */
-const sweepLink = ({ metadata: { sweep } }) =>
-  sweep && h("div", {}, h("a", { href: `#/sweep/${encodeURIComponent(sweep)}` }, `sweep ${sweep}`));
+const sweepLink = ({ metadata: { sweep, sweep_values: values } }) =>
+  sweep && values && h("div", {}, h("a", { href: `#/sweep/${encodeURIComponent(sweep)}` }, `sweep ${sweep}`));
 
 /** The name of a job's training method, also if the method was given with options. */
 export function method({ training_config: { method = "full" } }) {

@@ -267,12 +267,12 @@ function makeInputs(chosen) {
       ],
       at("batch"),
     ),
-    target: whole("target"),
+    target: text("target"), // a keypad for numbers has no comma
     micro: whole("micro"),
     steps: whole("steps"),
     file: h("select", {}),
     epochs: whole("epochs"),
-    rate: text("rate", { inputmode: "decimal" }),
+    rate: text("rate"),
     validation: text("validation", { inputmode: "decimal", placeholder: "0.1" }),
   };
 }

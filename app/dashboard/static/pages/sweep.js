@@ -1,6 +1,6 @@
 /** A sweep: its jobs side by side, the best of them, and their losses at the same number of samples seen. */
 
-import { get, poll } from "../api.js";
+import { get, poll, ServiceError } from "../api.js";
 import { chart, PALETTE, preload } from "../charts.js";
 import { h, liveTable } from "../dom.js";
 import { fixed, number } from "../format.js";
@@ -28,7 +28,8 @@ export async function show(main, { id, signal }) {
   const list = liveTable("In the order of their creation", columns, "");
   const verdict = h("p", { class: "verdict", role: "status" });
   const curve = chart("Loss", { x: "samples seen", y: "nats per token, moving average" }, help("loss"));
-  const figure = h("section", { class: "panel", "aria-label": "Losses", hidden: true }, curve.element);
+  const left = h("p", { class: "muted" });
+  const figure = h("section", { class: "panel", "aria-label": "Losses", hidden: true }, curve.element, left);
   main.append(
     h("h1", {}, `Sweep ${first.name}`),
     h("section", { class: "panel", "aria-label": "Jobs" }, verdict, list.element),
@@ -45,13 +46,15 @@ export async function show(main, { id, signal }) {
 
   let drawn = "";
   async function drawLosses(sweep) {
-    const trained = sweep.jobs.filter((job) => job.step > 1).slice(0, MAX_CURVES);
+    const all = sweep.jobs.filter((job) => job.step > 1);
+    const trained = [...all].sort((one, other) => rank(one, sweep) - rank(other, sweep)).slice(0, MAX_CURVES);
     const state = trained.map((job) => `${job.training_id} ${job.step}`).join();
     if (trained.length < 2 || state === drawn) return;
     const ids = new URLSearchParams(trained.map((job) => ["ids", job.training_id]));
     const { loss, samples_seen: seen } = await get(`gradient-accumulation/stats/compare?${ids}`, signal);
     drawn = state;
     figure.hidden = false;
+    left.textContent = all.length > trained.length ? `The best ${number(trained.length)} of ${number(all.length)} jobs.` : "";
     for (const [place, job] of trained.entries()) colours.set(job.training_id, PALETTE[place % PALETTE.length]);
     render(sweep);
     curve.draw(
@@ -69,7 +72,8 @@ export async function show(main, { id, signal }) {
   async function look(sweep) {
     render(sweep);
     await drawLosses(sweep).catch((error) => {
-      if (signal.aborted) throw error; // jobs that have no samples in common have no chart
+      if (!(error instanceof ServiceError) || error.status !== 409) throw error;
+      figure.hidden = true; // the jobs have no samples in common, at which they could be compared
     });
     return sweep.jobs.some((job) => !ENDED.includes(job.status));
   }
@@ -77,11 +81,17 @@ export async function show(main, { id, signal }) {
   if (await look(first)) poll(async () => look(await get(path, signal)), EVERY, signal);
 }
 
-function summary({ jobs, best, decided_by: by }) {
+/** The order in which jobs are drawn: the best first, then by their losses. */
+function rank(job, { best, decided_by: by }) {
+  if (job.training_id === best) return -1;
+  return (by === "validation_loss" ? job.validation_loss : job.loss) ?? Number.MAX_VALUE;
+}
+
+function summary({ jobs, best, decided_by: by, why_no_best: why }) {
   const ended = jobs.filter((job) => ENDED.includes(job.status)).length;
   const progress = ended === jobs.length ? "All jobs have ended" : `${number(ended)} of ${number(jobs.length)} jobs have ended`;
   const chosen = jobs.find((job) => job.training_id === best);
-  if (!chosen) return `${progress}.`;
+  if (!chosen) return why ? `${progress}. No job is named as the best: ${why}.` : `${progress}.`;
   const loss =
     by === "validation_loss" ? `validation loss ${fixed(chosen.validation_loss)}` : `training loss ${fixed(chosen.loss)}`;
   return `${progress}. Best${ended === jobs.length ? "" : " so far"}: ${valuesOf(chosen)}, with the lowest ${loss}.`;
