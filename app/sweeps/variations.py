@@ -8,10 +8,11 @@ from itertools import combinations, product
 from math import prod
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import AliasChoices, BaseModel, ValidationError
 
 from app.errors import Unprocessable
 from app.jobs.request_schemas import TrainingRequest
+from app.jobs.training_config import TrainingConfig
 from app.sweeps.schemas import MAX_JOBS, SweepRequest
 
 NAME_KEY, VALUES_KEY = "sweep", "sweep_values"
@@ -22,9 +23,26 @@ _PATHS = {
     "effective_batch_size": "target_effective_batch_size",
     "lora_rank": "training_config.method.lora.r",
 }
+"""Short names of fields, besides the aliases of the request itself."""
+
 _METHOD = "method"
 _NOT_VARIED = ("name", "vary", "metadata", "dry_run")
 _METADATA_KEYS, _METADATA_CHARACTERS = 16, 512
+
+
+def _aliases(model: type[BaseModel]) -> dict[str, str]:
+    """The fields of a part of the request by their other names."""
+    return {
+        str(alias): name
+        for name, field in model.model_fields.items()
+        if isinstance(field.validation_alias, AliasChoices)
+        for alias in field.validation_alias.choices
+        if alias != name
+    }
+
+
+_ALIASES = {(): _aliases(TrainingRequest), ("training_config",): _aliases(TrainingConfig)}
+"""The other names of fields, by where the fields are."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +100,9 @@ def _check(swept: SweepRequest) -> None:
 
 
 def _path(field: str) -> list[str]:
-    return _PATHS.get(field, field).split(".")
+    """Where a field is, by its own name."""
+    *parents, last = _PATHS.get(field, field).split(".")
+    return [*parents, _ALIASES.get(tuple(parents), {}).get(last, last)]
 
 
 def _overlap(one: str, other: str) -> bool:
@@ -139,6 +159,9 @@ def _set(request: dict[str, Any], field: str, value: Any) -> None:
                 field=f"vary.{field}",
             )
         place = inner
+    for alias, name in _ALIASES.get(tuple(parents), {}).items():
+        if name == last:
+            place.pop(alias, None)
     place[last] = deepcopy(value)
 
 

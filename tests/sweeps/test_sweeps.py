@@ -256,6 +256,18 @@ def test_an_option_of_the_method_can_vary_beside_its_rank(client: TestClient, bo
         assert [(own["r"], own["alpha"]) for own in options] == [(4, 8), (4, 16)]
 
 
+def test_other_names_of_a_field_are_replaced(client: TestClient, body: dict[str, Any]) -> None:
+    sweep = create(
+        client, body, training_config={"max_steps": 3}, target_batch_size=4,
+        vary={"training_config.steps": [5, 6], "effective_batch_size": [8, 16]},
+    )  # fmt: skip
+    jobs = [client.get(f"{JOBS}/{each['training_id']}").json() for each in sweep["jobs"]]
+    found = [(job["training_config"]["max_steps"], job["effective_batch_size"]) for job in jobs]
+    assert found == [(5, 8), (5, 16), (6, 8), (6, 16)]
+    again = {**body, "name": "x", "vary": {"training_config.steps": [1], "training_config.max_steps": [2, 3]}}
+    assert "set the same thing" in client.post(SWEEPS, json=again).json()["error"]["message"]
+
+
 def test_a_job_that_is_trained_again_takes_the_place_of_the_failed_one(
     client: TestClient, body: dict[str, Any], settings: Settings
 ) -> None:
