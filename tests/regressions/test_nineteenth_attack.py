@@ -20,6 +20,7 @@ from workers.trainer_process import failure_of
 from workers.training import checkpoint, fit
 from workers.training.balance import balance_of
 from workers.training.data import held_out
+from workers.training.evaluation import Evaluated
 from workers.training.exceptions import CannotTrain
 from workers.training.schedule import rate_factor
 from workers.training.training_run import TrainingRun
@@ -54,7 +55,7 @@ def test_tokens_of_the_validation_data_must_have_an_embedding(tmp_path: Path) ->
 
 def test_a_damaged_best_checkpoint_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     losses = iter([5.0, 4.0, 4.5, 4.6, 4.7, 4.8, 4.9, 5.0])
-    monkeypatch.setattr(fit, "validation_loss", lambda training: next(losses))
+    monkeypatch.setattr(fit, "evaluated", lambda training: Evaluated(next(losses), 0.5))
     finish = fit.finish
 
     def damaged(training: TrainingRun) -> Outcome:

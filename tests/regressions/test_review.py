@@ -147,7 +147,11 @@ def test_every_step_is_an_event_and_a_row_with_its_validation_loss(client: TestC
         )  # fmt: skip
         record_event_without_webhook(
             session, job, 1, "evaluation", "evaluated", data={"step": 20, "loss": 0.25, "best": True}
-        )
+        )  # of a version without token accuracy
+        record_event_without_webhook(
+            session, job, 1, "evaluation", "evaluated",
+            data={"step": 30, "loss": 0.2, "token_accuracy": 0.75, "best": True},
+        )  # fmt: skip
     events: list[dict[str, Any]] = []
     page: dict[str, Any] = {"has_more": True, "last_id": None}
     while page["has_more"]:
@@ -158,9 +162,13 @@ def test_every_step_is_an_event_and_a_row_with_its_validation_loss(client: TestC
     metrics = [each for each in events if each["type"] == "metrics"]
     assert [each["data"]["step"] for each in metrics] == list(range(30, 0, -1))
     assert metrics[10]["data"] == {"step": 20, "train_loss": 0.05, "valid_loss": 0.25}
-    assert len(events) == 30 + 2
+    assert metrics[0]["data"] == {
+        "step": 30, "train_loss": 1 / 30, "valid_loss": 0.2, "valid_mean_token_accuracy": 0.75,
+    }  # fmt: skip
+    assert len(events) == 30 + 3
     rows = list(csv.DictReader(client.get(f"{PATH}/{job}/metrics?format=csv").text.splitlines()))
-    assert [row["valid_loss"] for row in rows if row["valid_loss"]] == ["0.25"]
+    evaluated = [(row["valid_loss"], row["valid_mean_token_accuracy"]) for row in rows if row["valid_loss"]]
+    assert evaluated == [("0.25", ""), ("0.2", "0.75")]
     assert rows[19]["valid_loss"] == "0.25"
     assert len(client.get(f"{PATH}/{job}/log?from_step=28").text.splitlines()) == 3
 
@@ -261,11 +269,13 @@ def test_evaluations_are_among_the_metrics(client: TestClient) -> None:
     job_id = submit(client)["id"]
     database: Database = client.app.state.database  # type: ignore[attr-defined]
     with database.writing() as session:
-        for step, loss in ((2, 3.5), (4, None)):
-            data = {"step": step, "loss": loss}
+        for step, loss, accuracy in ((2, 3.5, 0.25), (4, None, None)):
+            data = {"step": step, "loss": loss, "token_accuracy": accuracy}
             record_event(session, session.get_one(Job, job_id), "evaluation", "evaluated", data=data)
     found = client.get(f"{PATH}/{job_id}/metrics").json()["evaluations"]
-    assert found == [{"step": 2, "loss": 3.5}, {"step": 4, "loss": None}]
+    assert found == [
+        {"step": 2, "loss": 3.5, "token_accuracy": 0.25}, {"step": 4, "loss": None, "token_accuracy": None},
+    ]  # fmt: skip
     assert client.get(f"{PATH}/{job_id}/metrics?from_step=3").json()["evaluations"] == found[1:]
 
 
