@@ -149,8 +149,13 @@ def _connection_errors(http: "httpx.Client") -> Iterator[None]:
     try:
         yield
     except httpx.ConnectError as error:
+        if "CERTIFICATE_VERIFY_FAILED" in str(error):
+            why = str(error).partition("certificate verify failed: ")[2].partition(" (_ssl")[0] or "unknown"
+            raise LostConnection(f"the certificate of {http.base_url} cannot be verified: {why}") from None
         if "SSL" in str(error):
-            raise LostConnection(f"{http.base_url} does not speak https: try http://") from None
+            raise LostConnection(
+                f"{http.base_url} does not answer in https: if it is a service without TLS, use http://"
+            ) from None
         raise LostConnection(
             f"no service answers at {http.base_url}: start one with accrue up, or set --url"
         ) from None

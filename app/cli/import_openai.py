@@ -62,10 +62,12 @@ def import_jobs(
                 found.append(_import(files, client, each, model, paused=paused, dry_run=dry_run))
                 if sum(one["state"] != _BEFORE for one in found) == limit and not job:
                     break
+            if not found and not as_json:
+                typer.echo("The account has no fine-tuning jobs.")
         finally:  # also after an interruption: what was imported until then
             if as_json:
                 typer.echo(json.dumps(found, indent=2))
-            else:
+            elif found:
                 _show(found)
     sys.exit(1 if any(each["error"] for each in found) else 0)
 
@@ -218,9 +220,6 @@ def _show(found: list[dict[str, Any]]) -> None:
 
     from app.cli.terminal import console
 
-    if not found:
-        console.print("The account has no fine-tuning jobs.")
-        return
     table = Table(Column("OpenAI's job", no_wrap=True), "model", "", Column("job", no_wrap=True), box=None)
     for each in found:
         table.add_row(each["openai"], each["model"], each["state"], each["training_id"] or "–")

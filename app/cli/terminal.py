@@ -77,7 +77,9 @@ def follow(client: Client, job_id: str, *, stays: bool = True) -> int:
         stats = client.get(f"/gradient-accumulation/stats/{job_id}")["stats"]
         _show_end(job, stats["tokens_per_second"])
         if stays and job["links"]["model"]:
-            console.print("accrue download fetches the model; accrue sample shows how it completes prompts")
+            was_evaluated = job["result"]["eval_loss"] is not None  # so that there are held-out prompts
+            sample = "; accrue sample shows how it completes prompts" if was_evaluated else ""
+            console.print(f"accrue download fetches the model{sample}")
         return 0
     return _show_end(job)
 
