@@ -222,7 +222,8 @@ def test_accrue_tune_measures_micro_batches_and_plans_use_the_result(shared: Acc
     trained = json.loads(shared.command("submit", *requested, "--max-steps", "4", "--tune", "--json").stdout)
     ended = shared.ended(trained["id"])
     assert (ended["status"], ended["plan"]["source"]) == ("succeeded", "measured")
-    assert ended["plan"]["ranks"][0]["micro_batch_rule"]["tokens"] <= max(96, tuning["token_budget"])
+    budget = ended["plan"]["ranks"][0]["micro_batch_rule"]["tokens"]
+    assert budget < max(96, tuning["token_budget"]) + 64  # plans round a budget up to a multiple of 64
     kinds = [event["type"] for event in shared.get(f"{TRAINING}/{trained['id']}/events?limit=100")["data"]]
     assert kinds.count("tuned") == 1
 
