@@ -314,7 +314,7 @@ def submit_file(
     queued = False
     try:
         for assignment in settings or []:
-            set_field(body, assignment)
+            _set(body, assignment)
         answer = client.post(path, body)
         queued = not body.get("dry_run", False)
     finally:
@@ -338,7 +338,7 @@ def _text(file: Path) -> str:
         ) from None
 
 
-def set_field(body: dict[str, Any], assignment: str) -> None:
+def _set(body: dict[str, Any], assignment: str) -> None:
     """Sets `field=value` or `group.field=value`; the value is JSON, or else the text as it stands."""
     path, equals, text = assignment.partition("=")
     *groups, name = path.split(".")

@@ -77,13 +77,13 @@ class metadata_value(FunctionElement[str]):  # noqa: N801
 
 
 @compiles(metadata_value, "sqlite")
-def _sqlitemetadata_value(element: metadata_value, compiler: SQLCompiler, **kw: Any) -> str:
+def _sqlite_metadata_value(element: metadata_value, compiler: SQLCompiler, **kw: Any) -> str:
     column, name = element.clauses
     own, key = compiler.process(column, **kw), compiler.process(name, **kw)
     return f"(SELECT value FROM json_each({own}) WHERE key = {key})"
 
 
 @compiles(metadata_value, "postgresql")
-def _postgresqlmetadata_value(element: metadata_value, compiler: SQLCompiler, **kw: Any) -> str:
+def _postgresql_metadata_value(element: metadata_value, compiler: SQLCompiler, **kw: Any) -> str:
     column, name = element.clauses
     return f"({compiler.process(column, **kw)} ->> {compiler.process(name, **kw)})"

@@ -52,8 +52,10 @@ async def create(
     the sweep's name as `sweep`."""
     body = json.loads(await request.body())
     handler = _Handler(requested, body, planning_inputs_of(request), request.app.state.settings, idempotency)
-    jobs = prod(map(len, requested.vary.values()))
-    await request.app.state.rates.count(request.state.caller.key_id or "", min(jobs, MAX_JOBS) - 1)
+    key_id = request.state.caller.key_id
+    if key_id is not None:  # the request itself was counted before
+        jobs = min(prod(map(len, requested.vary.values())), MAX_JOBS)
+        await request.app.state.rates.count(key_id, jobs - 1)
     slowly = slowly_of(request)
     if requested.dry_run:
         return as_json(await slowly(handler.plan), 200)

@@ -108,7 +108,7 @@ def _path(field: str) -> list[str]:
 def _overlap(one: str, other: str) -> bool:
     """Whether one field is the other, or a part of it. The two kinds of adapters count as one."""
     first, second = (
-        [_METHOD if part in ("lora", "qlora") else part for part in _path(field)] for field in (one, other)
+        ["adapters" if part in ("lora", "qlora") else part for part in _path(field)] for field in (one, other)
     )
     length = min(len(first), len(second))
     return first[:length] == second[:length]
