@@ -186,14 +186,18 @@ def _or_dash(value: float | None, form: str) -> str:
 
 def show_sweep(sweep: dict[str, Any]) -> None:
     """Shows a sweep: a row for each job, and which is the best."""
-    columns = [Column("job", no_wrap=True), *sweep["vary"], "status", "step", "loss", "validation loss", ""]
-    table = Table(*columns, box=None)
+    wide = console.width >= WIDE
+    fields = [
+        name.rpartition(".")[2].replace("_", " ") for name in sweep["vary"]
+    ]  # wrap in a narrow terminal
+    columns = [Column("job", no_wrap=True), *fields, Column("status", no_wrap=True)]
+    table = Table(*columns, *(["step"] if wide else []), "loss", "validation loss", "", box=None)
     for job in sweep["jobs"]:
         table.add_row(
             job["training_id"],
             *(_value(job["values"].get(field)) for field in sweep["vary"]),
             job["status"],
-            f"{job['step']:,} of {_or_dash(job['steps_total'], '{:,}')}",
+            *([f"{job['step']:,} of {_or_dash(job['steps_total'], '{:,}')}"] if wide else []),
             _or_dash(job["loss"], "{:.4f}"),
             _or_dash(job["validation_loss"], "{:.4f}"),
             "best" if job["training_id"] == sweep["best"] else "",
