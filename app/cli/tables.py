@@ -191,14 +191,13 @@ def show_sweep(sweep: dict[str, Any]) -> None:
         name.rpartition(".")[2].replace("_", " ") for name in sweep["vary"]
     ]  # wrap in a narrow terminal
     columns = [Column("job", no_wrap=True), *fields, Column("status", no_wrap=True)]
-    table = Table(*columns, *(["step"] if wide else []), "loss", "validation loss", "", box=None)
+    table = Table(*columns, *(["step", "loss"] if wide else []), "validation loss", "", box=None)
     for job in sweep["jobs"]:
         table.add_row(
             job["training_id"],
             *(_value(job["values"].get(field)) for field in sweep["vary"]),
             job["status"],
-            *([f"{job['step']:,} of {_or_dash(job['steps_total'], '{:,}')}"] if wide else []),
-            _or_dash(job["loss"], "{:.4f}"),
+            *(_progress(job) if wide else []),
             _or_dash(job["validation_loss"], "{:.4f}"),
             "best" if job["training_id"] == sweep["best"] else "",
         )
@@ -208,6 +207,11 @@ def show_sweep(sweep: dict[str, Any]) -> None:
         console.print("The training loss decides, since no job has validation data.", highlight=False)
     if sweep["why_no_best"]:
         console.print(f"No job is named as the best: {sweep['why_no_best']}.", highlight=False)
+
+
+def _progress(job: dict[str, Any]) -> list[str]:
+    """The steps and the training loss of a sweep's job."""
+    return [f"{job['step']:,} of {_or_dash(job['steps_total'], '{:,}')}", _or_dash(job["loss"], "{:.4f}")]
 
 
 def show_sweep_plan(planned: dict[str, Any]) -> None:
