@@ -191,14 +191,14 @@ def show_sweep(sweep: dict[str, Any]) -> None:
         name.rpartition(".")[2].replace("_", " ") for name in sweep["vary"]
     ]  # wrap in a narrow terminal
     columns = [Column("job", no_wrap=True), *fields, Column("status", no_wrap=True)]
-    table = Table(*columns, *(["step", "loss"] if wide else []), "validation loss", "", box=None)
+    table = Table(*columns, *(["step", "loss"] if wide else []), loss.replace("_", " "), "", box=None)
     for job in sweep["jobs"]:
         table.add_row(
             job["training_id"],
             *(_value(job["values"].get(field)) for field in sweep["vary"]),
             job["status"],
             *(_progress(job) if wide else []),
-            _or_dash(job["validation_loss"], "{:.4f}"),
+            _or_dash(job[loss], "{:.4f}"),
             "best" if job["training_id"] == sweep["best"] else "",
         )
     console.print(f"{sweep['name']}: {len(sweep['jobs'])} jobs", highlight=False)
