@@ -187,9 +187,8 @@ def _or_dash(value: float | None, form: str) -> str:
 def show_sweep(sweep: dict[str, Any]) -> None:
     """Shows a sweep: a row for each job, and which is the best."""
     wide = console.width >= WIDE
-    fields = [
-        name.rpartition(".")[2].replace("_", " ") for name in sweep["vary"]
-    ]  # wrap in a narrow terminal
+    loss = "loss" if sweep["decided_by"] == "loss" and not wide else "validation_loss"
+    fields = [name.rpartition(".")[2].replace("_", " ") for name in sweep["vary"]]
     columns = [Column("job", no_wrap=True), *fields, Column("status", no_wrap=True)]
     table = Table(*columns, *(["step", "loss"] if wide else []), loss.replace("_", " "), "", box=None)
     for job in sweep["jobs"]:
