@@ -1,8 +1,11 @@
 """Parts of the acceptance test below a run: the environment, attention, the loss, memory, and whole steps."""
 
+import multiprocessing
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from itertools import product
 from statistics import median
@@ -21,6 +24,7 @@ from workers.training import attention as kernels_of_attention
 from workers.training import model as models
 from workers.training.batches import MicroBatch
 from workers.training.gradients import gradients_for
+from workers.training.head import backbone_of
 from workers.training.loss import TokenLoss
 from workers.training.window import Clipping, Window
 
@@ -44,6 +48,11 @@ EIGHT_BILLION: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
     "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
     "max_position_embeddings": 8192, "tie_word_embeddings": False,
+}  # fmt: skip
+
+_SMALL: dict[str, Any] = {
+    **EIGHT_BILLION, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1,
+    "num_attention_heads": 4, "num_key_value_heads": 2,
 }  # fmt: skip
 
 _PACKAGES = (
@@ -77,8 +86,7 @@ def environment(place: Place) -> tuple[dict[str, Any], list[Check]]:
         "capability": list(torch.cuda.get_device_capability()), "cudnn": torch.backends.cudnn.version(),
         "bf16": torch.cuda.is_bf16_supported(),
     }  # fmt: skip
-    context = figures["memory_bytes"] - torch.cuda.mem_get_info()[0] - torch.cuda.memory_reserved()
-    figures["context_bytes"] = context
+    figures["context_bytes"] = context_bytes(place)
     return figures, [Check("bf16", str(figures["bf16"]), "True", figures["bf16"])]
 
 
@@ -144,42 +152,36 @@ def _kernels(place: Place, call: Any) -> list[str]:
     return sorted(name for name in names if name.startswith("aten::_"))
 
 
+def context_bytes(place: Place) -> int:
+    """What this process holds on the GPU besides tensors, once it has multiplied matrices; it must be the
+    only one there."""
+    for dtype in (torch.float32, torch.bfloat16):
+        square = torch.ones(256, 256, device=place.device, dtype=dtype, requires_grad=True)
+        (square @ square).sum().backward()
+    place.wait()
+    free, total = torch.cuda.mem_get_info()
+    return total - free - torch.cuda.memory_reserved()
+
+
 def loss(place: Place) -> tuple[dict[str, Any], list[Check]]:
-    """The loss's share of a pass, by chunk size, at a vocabulary of 128k."""
-    config = {**LLAMA, "vocab_size": 128 * 1024, "num_hidden_layers": 8 if place.is_gpu else 1}
-    if not place.is_gpu:
-        config |= {"hidden_size": 128, "intermediate_size": 256}
-    model = _model(config, torch.float32, place)
-    rows, sequence = (8, 2048) if place.is_gpu else (1, 256)
-    batch = _batch(place, config, rows, sequence)
-    token_loss = TokenLoss(model)
-    precision = "bf16" if place.is_gpu else "fp32"
-
-    def whole() -> None:
-        with models.autocast(precision, place.kind):
-            summed = token_loss(batch).loss_sum
-        summed.backward()
-
-    def backbone() -> None:
-        with models.autocast(precision, place.kind):
-            hidden = model.base_model(input_ids=batch.input_ids, use_cache=False).last_hidden_state
-        hidden.float().sum().backward()
-
-    seconds, without = _timed(place, whole), _timed(place, backbone)
+    """The loss's share of a pass of LoRA on eight billion parameters with a vocabulary of 128k."""
+    large = place.is_gpu and torch.cuda.get_device_properties(0).total_memory >= 60 * 2**30
+    config = EIGHT_BILLION if large else _SMALL
+    recipe = Recipe(device=place.kind, precision="pure_bf16" if place.is_gpu else "fp32", lora=LORA)
+    step = Step(place, config, recipe, *((4, 2048) if large else (1, 256)))
+    seconds, without = _timed(place, step.whole_pass), _timed(place, step.pass_without_loss)
     share = 1 - without / seconds
     figures = {
         "seconds": seconds,
         "without_loss": without,
         "rows": rows_of_chunk(config["vocab_size"], place.kind),
     }
-    checks = [at_most("the loss's share of a pass", share, 0.15)] if place.is_gpu else []
+    checks = [at_most("the loss's share of a pass", share, 0.15)] if large else []
     return {**figures, "share": share}, checks
 
 
 def memory(place: Place) -> tuple[dict[str, Any], list[Check]]:
-    """Predicted against allocated and reserved memory, over 12 recipes."""
-    from workers.profiling.profile import make_profile
-
+    """Predicted against allocated and reserved memory, and that of the process, over 12 recipes."""
     cases: list[tuple[dict[str, Any], dict[str, Any], int, int]] = [
         (LLAMA, {"precision": "bf16"}, 4, 1024),
         (LLAMA, {"precision": "bf16"}, 16, 512),
@@ -194,30 +196,52 @@ def memory(place: Place) -> tuple[dict[str, Any], list[Check]]:
         (GPT2, {"precision": "bf16", "gradient_checkpointing": True}, 16, 1024),
         (ONE_BILLION, {"precision": "bf16"}, 4, 1024),
     ]  # fmt: skip
-    expandable = uses_expandable_segments()
+    place.clear()
+    common = {"expandable_segments": uses_expandable_segments(), "context_bytes": context_bytes(place)}
+    recipes = [Recipe(device="cuda", **common, **options) for _, options, _, _ in cases]
     figures: dict[str, Any] = {}
-    errors: dict[str, list[float]] = {"allocated": [], "reserved": []}
-    for config, options, rows, sequence in cases:
-        recipe = Recipe(device="cuda", expandable_segments=expandable, **options)
-        place.clear()
-        true = peaks(place, config, recipe, rows, sequence, 4)
-        place.clear()
-        estimate = ByProfile(make_profile(config, recipe, sequence).curve, recipe, "simulated")
-        predicted = estimate.memory(rows, accumulating=True)
-        expected = {
-            "allocated": predicted.peak_allocated_bytes,
-            "reserved": predicted.peak_reserved_bytes,
-        }
-        name = f"{config['model_type']} {config.get('hidden_size', 768)} {options} {rows} × {sequence}"
-        figures[name] = {
-            "true": true, "predicted": {**expected, "process": predicted.peak_process_bytes},
-        }  # fmt: skip
-        for kind, found in errors.items():
-            found.append(expected[kind] / true[kind] - 1)
+    errors: dict[str, list[float]] = {"allocated": [], "reserved": [], "process": []}
+    asked = [(config, recipe, case[3]) for (config, *case), recipe in zip(cases, recipes, strict=True)]
+    with _predictions(asked) as predictions:
+        for (config, options, rows, sequence), recipe, predict in zip(
+            cases, recipes, predictions, strict=True
+        ):
+            place.clear()
+            true = peaks(place, config, recipe, rows, sequence, 4)
+            predicted = predict().memory(rows, accumulating=True)
+            expected = {
+                "allocated": predicted.peak_allocated_bytes,
+                "reserved": predicted.peak_reserved_bytes,
+                "process": predicted.peak_process_bytes,
+            }
+            name = f"{config['model_type']} {config.get('hidden_size', 768)} {options} {rows} × {sequence}"
+            figures[name] = {"true": true, "predicted": expected}
+            for kind, found in errors.items():
+                found.append(expected[kind] / true[kind] - 1)
     return figures, [
         at_most(f"largest error of {kind} memory", max(map(abs, found)), 0.03)
         for kind, found in errors.items()
     ]
+
+
+Asked = tuple[dict[str, Any], Recipe, int]
+"""A model's config, a recipe, and the tokens of a row."""
+
+
+@contextmanager
+def _predictions(asked: Sequence[Asked]) -> Iterator[list[Callable[[], ByProfile]]]:
+    """The estimates, each computed in a process of its own while the GPU is measured."""
+    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as processes:
+        futures = [processes.submit(_prediction, each) for each in asked]
+        yield [future.result for future in futures]
+
+
+def _prediction(asked: Asked) -> ByProfile:
+    from workers.profiling.profile import make_profile
+
+    config, recipe, sequence = asked
+    torch.set_num_threads(1)
+    return ByProfile(make_profile(config, recipe, sequence).curve, recipe, "simulated")
 
 
 def uses_expandable_segments() -> bool:
@@ -294,6 +318,19 @@ class Step:
         self._window = Window(parameters, optimizer, Clipping(1.0), gradients=gradients)
         self._loss, self._precision, self._place = TokenLoss(self.model), recipe.precision, place
         self._batch = _batch(place, config, rows, sequence)
+
+    def whole_pass(self) -> None:
+        """Forward and backward of a micro-batch; nothing is applied."""
+        with models.autocast(self._precision, self._place.kind):
+            summed = self._loss(self._batch).loss_sum
+        summed.backward()
+
+    def pass_without_loss(self) -> None:
+        """Forward and backward of all layers before the output head."""
+        with models.autocast(self._precision, self._place.kind):
+            output = backbone_of(self.model)(input_ids=self._batch.input_ids, use_cache=False)
+            summed = output.last_hidden_state.sum()
+        summed.backward()
 
     def window_of(self, micro_batches: int) -> None:
         """One optimizer step."""
