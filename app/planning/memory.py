@@ -28,11 +28,15 @@ OPTIMIZER_STATES: dict[OptimizerName, float] = {
 """Optimizer states per parameter, in multiples of a parameter's bytes: Adafactor keeps one row and one column
 per matrix, almost nothing (Shazeer and Stern 2018); 8-bit states take a quarter each."""
 
-_CUDA_CONTEXT = 500 * 2**20
-"""What a process holds on a GPU before its first tensor: about half a GiB on recent drivers."""
+_CUDA_CONTEXT = 750 * 2**20
+"""What a process holds on a GPU besides tensors, where the worker has not measured it
+(workers/cuda_context.py). Measured on an H200 (driver 580, CUDA 13.0): 682 MiB for two matrix products, 749
+MiB after a backward pass, for which more kernels are loaded."""
 
-_CUDA_WORKSPACE = 32 * 2**20
-"""cuBLAS's workspace on Hopper, the largest default (PyTorch documentation, CUDA semantics)."""
+_CUDA_WORKSPACE = 2 * 32 * 2**20
+"""cuBLAS's workspaces on Hopper, the largest by default (PyTorch documentation, CUDA semantics): one for each
+thread that multiplies matrices, which are that of the forward and that of the backward pass. On an H200, the
+allocator held exactly these two."""
 
 _CPU_PROCESS = 600 * 2**20
 """Resident memory of a trainer with torch and transformers imported, before its model."""

@@ -201,7 +201,7 @@ def memory(place: Place) -> tuple[dict[str, Any], list[Check]]:
     recipes = [Recipe(device="cuda", **common, **options) for _, options, _, _ in cases]
     figures: dict[str, Any] = {}
     errors: dict[str, list[float]] = {"allocated": [], "reserved": [], "process": []}
-    asked = [(config, recipe, case[3]) for (config, *case), recipe in zip(cases, recipes, strict=True)]
+    asked = [(case[0], recipe, case[3]) for case, recipe in zip(cases, recipes, strict=True)]
     with _predictions(asked) as predictions:
         for (config, options, rows, sequence), recipe, predict in zip(
             cases, recipes, predictions, strict=True

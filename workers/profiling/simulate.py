@@ -5,6 +5,7 @@ import gc
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -95,6 +96,7 @@ class Simulation:
     """
 
     def __init__(self, config: dict[str, Any], recipe: Recipe, depth: Depth) -> None:
+        _start_autograd()
         self._mode = FakeTensorMode()
         self.recipe = recipe
         self._depth = depth
@@ -313,6 +315,16 @@ class _OffDeviceOptimizer(torch.optim.Optimizer):
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Does nothing, since the step takes no memory on the device."""
+
+
+@cache
+def _start_autograd() -> None:
+    """Makes a first backward pass, in which PyTorch starts a thread for each device, so that it finds none.
+
+    In builds with CUDA, fake tensors pretend that there are eight GPUs where there is none
+    (`_ensureCUDADeviceGuardSet`). PyTorch would start threads for them, after which a process cannot fork
+    (side_by_side.py)."""
+    torch.ones((), requires_grad=True).backward()
 
 
 def _divided(token_loss: TokenLoss, recipe: Recipe) -> "Sharded":

@@ -26,6 +26,7 @@ from workers.training.distributed.rank_timeout import Cost
 from workers.training.distributed.shares import WindowWork
 from workers.training.exceptions import InterruptionRequested, OtherRankFailed, RanksMustRestart
 from workers.training.noise_scale import Measurement
+from workers.training.stopwatch import Lap
 from workers.training.training_run import TrainingRun
 from workers.training.window import WindowResult
 
@@ -39,6 +40,8 @@ class WindowCost:
     padded_tokens: int
     seconds: Callable[[], float]
     """Time of the device, from the first micro-batch to the end of the last one; waits for the device."""
+    laps: Callable[[], tuple[Lap, ...]]
+    """Each micro-batch, if they are measured one by one; waits for the device."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,8 @@ class TrainedWindow:
     data_seconds: float
     seconds: float
     measurement: Measurement | None
+    laps: tuple[Lap, ...] = ()
+    """This rank's micro-batches, if they are measured one by one."""
 
     @property
     def groups(self) -> Groups:
@@ -98,7 +103,8 @@ def train_window(training: TrainingRun, window: Indices, denominator: float) -> 
                 training.group.note_window(seconds, cost)
             measurement = _measurement(training, window, groups, result, denominator)
             work = _work(training, window, groups, added)
-            return TrainedWindow(result, groups, work, added.data_seconds, seconds, measurement)
+            laps = added.laps()
+            return TrainedWindow(result, groups, work, added.data_seconds, seconds, measurement, laps)
         training.reporter.event("overflow", "fp16 overflow: the window is replayed at half the loss scale.")
 
 
@@ -180,6 +186,7 @@ def accumulate(
         data_seconds += time.perf_counter() - requested
         padded_tokens += batch.input_ids.numel()
         replica.add(batch)
+        replica.stopwatch.lap(batch.input_ids.numel())
         if training.assignment.spec.log_accumulation:
             reporter.progress(progress.step, progress.micro_step, number + 1)
         if record_first_norm and number == 0:
@@ -188,7 +195,7 @@ def accumulate(
         replica.add_nothing(filler(training, window))
     replica.stopwatch.end()
     replica.window.settle()
-    return WindowCost(data_seconds, padded_tokens, replica.stopwatch.seconds)
+    return WindowCost(data_seconds, padded_tokens, replica.stopwatch.seconds, replica.stopwatch.laps)
 
 
 def passes_of_rank(training: TrainingRun, groups: Sequence[Groups]) -> int:

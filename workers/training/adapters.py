@@ -9,6 +9,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from app.contract.model_reference import LoraSpec
+from workers.training.adapter_forward import add_in_place
 from workers.training.exceptions import CannotTrain
 from workers.training.model_parts import language_model_of, towers_within
 
@@ -87,6 +88,7 @@ def with_adapters(model: Any, lora: LoraSpec, seed: int, *, saved: Collection[st
     if lora.merge:
         check_mergeable(adapted)
     _freeze_what_is_not_loaded_again(adapted)
+    add_in_place(adapted)
     for layer in _adapted_through_weights(adapted):
         # The sum of a weight and its adapter is as large as the weight, and would be kept until the backward
         # pass in every layer.

@@ -127,9 +127,16 @@ class Budget:
             return float(sum(lengths[group].sum() for group in groups))
         return costs.of(lengths, groups)
 
+    @property
+    def fixed_cost(self) -> float:
+        """A micro-batch's fixed cost, in tokens, by which windows are cut under the plan's token budget."""
+        return self._fixed_cost(self.planned_tokens)
+
     def _fixed_cost(self, tokens: int) -> float:
-        """A micro-batch's fixed cost under a token budget. It is that of the planned budget, also while
-        larger or smaller budgets are tried, since it does not depend on them."""
+        """A micro-batch's fixed cost under a token budget: as measured, or that of the planned budget, also
+        while larger or smaller budgets are tried, since it does not depend on them."""
+        if self.learned.fixed is not None:
+            return self.learned.fixed
         planned = self._rank.micro_batch_rule
         return fixed_cost(planned.tokens if isinstance(planned, TokenBudget) else tokens)
 

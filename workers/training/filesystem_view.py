@@ -46,7 +46,7 @@ _DEVICES = ("null", "zero", "full", "random", "urandom", "tty", "nvidia*", "nvid
 _KERNEL_PARTS = ("sys", "irq", "bus", "fs", "acpi", "scsi", "sysrq-trigger")
 """Parts of /proc that configure the kernel; the others are about processes."""
 
-_CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+_CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "PYTORCH_KERNEL_CACHE_PATH", "CUDA_CACHE_PATH")
 """Variables that name the caches of compiled code, which is executed from there."""
 
 
@@ -112,8 +112,18 @@ def restrict_view(hidden: Path, needed: Mapping[Path, bool]) -> bool:
         return False
     finally:
         drop_capabilities()
-        os.environ.update({name: str(Path(tempfile.gettempdir()) / name.lower()) for name in _CACHES})
+        _move_caches()
     return True
+
+
+def _move_caches() -> None:
+    """Moves the caches of compiled code to the temporary folder. PyTorch does not create the one that it is
+    given for its own kernels."""
+    for name in _CACHES:
+        folder = Path(tempfile.gettempdir()) / name.lower()
+        with suppress(OSError):
+            folder.mkdir(exist_ok=True)
+        os.environ[name] = str(folder)
 
 
 def _hide(folder: Path, needed: Mapping[Path, bool]) -> None:

@@ -80,6 +80,8 @@ class LearnedBudget:
     windows_since_failure: int = 0
     measured: bool = False
     """Whether a sweep has chosen the token budget."""
+    fixed: float | None = None
+    """The measured fixed cost of a micro-batch, in tokens; None for the assumed one."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,10 @@ class LearnedTuning:
     """The budget at the beginning of the last trials."""
     planned: int | None = None
     """The plan's budget; what was learned for another plan is of no use."""
+    fixed: float | None = None
+    """The measured fixed cost of a micro-batch, in tokens; None: not measured (fixed_cost.py)."""
+    fixed_rounds: int = 0
+    """How often it was measured."""
     ended: bool = False
     """Whether nothing is tried any more, since a size ran out of memory, or the process was killed in it."""
 

@@ -1,8 +1,17 @@
 """Measures how long a device works, without waiting for it."""
 
 import time
+from typing import NamedTuple
 
 import torch
+
+
+class Lap(NamedTuple):
+    """One micro-batch: its padded tokens, and how long the device took until its end from that of the one
+    before."""
+
+    tokens: int
+    seconds: float
 
 
 class Stopwatch:
@@ -12,6 +21,8 @@ class Stopwatch:
         self._device = device
         self._began, self._ended, self._used = 0.0, 0.0, False
         self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+        self._laps: list[torch.cuda.Event] = []
+        self._lap_tokens: list[int] = []
         if device.type == "cuda":
             self._events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
 
@@ -27,10 +38,32 @@ class Stopwatch:
     def begin(self) -> None:
         """Marks the beginning."""
         self._used = True
+        self._lap_tokens = []
         if self._events:
             self._events[0].record(torch.cuda.current_stream(self._device))
         else:
             self._began = self._ended = time.perf_counter()
+
+    def lap(self, tokens: int) -> None:
+        """Marks the end of a micro-batch of so many padded tokens; on a GPU only."""
+        if not self._events:
+            return
+        if len(self._laps) == len(self._lap_tokens):
+            self._laps.append(torch.cuda.Event(enable_timing=True))
+        self._laps[len(self._lap_tokens)].record(torch.cuda.current_stream(self._device))
+        self._lap_tokens.append(tokens)
+
+    def laps(self) -> tuple[Lap, ...]:
+        """The micro-batches since the beginning; none on a CPU. Waits until the device has reached the last
+        mark."""
+        if not self._events or not self._used or not self._lap_tokens:
+            return ()
+        marks = [self._events[0], *self._laps[: len(self._lap_tokens)]]
+        marks[-1].synchronize()
+        return tuple(
+            Lap(tokens, before.elapsed_time(after) / 1000)
+            for tokens, before, after in zip(self._lap_tokens, marks, marks[1:], strict=False)
+        )
 
     def end(self) -> None:
         """Marks the end."""

@@ -4,8 +4,9 @@ the fastest.
 How a window is cut never changes its gradient, so that a trial costs nothing but the time it loses. Twice the
 budget is tried first, then half, and so on from the faster one. The two sizes of a trial take turns, in an
 order that treats both alike if the device slows down or if every other window differs, and the median of
-their speeds' ratios decides. What the tuner decides depends on measured time, so that every decision is
-recorded: an attempt that repeats windows cuts them as before.
+their speeds' ratios decides. On a GPU, the first windows also tell what a micro-batch costs besides its
+tokens, by which windows are cut from then on (fixed_cost.py). What the tuner decides depends on measured
+time, so that every decision is recorded: an attempt that repeats windows cuts them as before.
 """
 
 from collections.abc import Mapping
@@ -15,7 +16,9 @@ from statistics import median
 from typing import Any
 
 from app.contract.reports import MeasuredSize, Tuning
+from workers.training import fixed_cost
 from workers.training.state import LearnedTuning, TriedSize
+from workers.training.stopwatch import Lap
 
 WARM_UP = 2
 """Windows before the first trial: the optimizer's states exist then, and kernels are chosen."""
@@ -51,6 +54,10 @@ class Measured:
     """Tokens of its largest micro-batch, padding included."""
     seconds: float
     """From the first micro-batch to the end of the last one; without the optimizer."""
+    laps: tuple[Lap, ...] = ()
+    """Its micro-batches, if they are measured one by one."""
+    fixed: float = 0.0
+    """The fixed cost of a micro-batch by which the window was cut, in tokens."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +94,8 @@ class Tuner:
     ) -> None:
         self.learned, self._adapts = learned, adapts
         self._recorded, self._until = recorded or {}, until
+        self._laps: list[Lap] = []
+        self._windows_with_laps = 0
 
     @property
     def adapts(self) -> bool:
@@ -124,11 +133,29 @@ class Tuner:
             if bounds.is_comparable:
                 self._note(window, bounds)
             return bounds.is_comparable
+        if window.laps and self.adapts and learned.fixed_rounds < fixed_cost.ROUNDS:
+            return learned.windows > WARM_UP and self._measure_fixed_cost(window)
         due = learned.windows >= (learned.period or WARM_UP)
         if not (self.adapts and due and bounds.windows_left >= WORTH_TRYING):
             return False
         learned.tried, learned.before = [], learned.tokens or bounds.planned
         self._begin(bounds)
+        return True
+
+    def _measure_fixed_cost(self, window: Measured) -> bool:
+        """Measures what a micro-batch costs besides its tokens, before sizes are tried. Returns whether that
+        was decided."""
+        learned = self.learned
+        self._laps += window.laps
+        self._windows_with_laps += 1
+        if self._windows_with_laps < fixed_cost.WINDOWS:
+            return False
+        self._windows_with_laps = 0
+        found = fixed_cost.fixed_cost_of(self._laps)
+        if found is None or 1 / fixed_cost.SAME < found / max(window.fixed, 1.0) < fixed_cost.SAME:
+            learned.fixed_rounds = fixed_cost.ROUNDS
+        else:
+            learned.fixed, learned.fixed_rounds = found, learned.fixed_rounds + 1
         return True
 
     def give_up(self) -> None:

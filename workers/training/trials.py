@@ -7,6 +7,7 @@ from app.contract.assignment import Assignment
 from app.contract.plan import TokenBudget
 from app.contract.reports import Tuning, TuningStep
 from workers.run_directory import RunDirectory
+from workers.training import fixed_cost
 from workers.training.accumulate import TrainedWindow
 from workers.training.batch_loader import Indices
 from workers.training.batches import tokens_of
@@ -38,6 +39,7 @@ def make_tuner(
         learned.use({})
         if budget.failed_tokens is None:
             budget.tokens = None
+    budget.fixed = learned.fixed if planned is not None else None
     if planned is None:
         return Tuner(learned, adapts=False)
     learned.planned = planned
@@ -80,6 +82,8 @@ def decide(training: TrainingRun, window: Indices, trained: TrainedWindow) -> No
         micro_batches=work.micro_batches,
         largest_tokens=max(tokens_of(lengths[group], loader.layout.packed) for group in trained.groups),
         seconds=work.seconds,
+        laps=trained.laps,
+        fixed=budget.fixed_cost,
     )
     most = min(budget.most_worth_measuring, 2 * int(lengths.max()) * training.batch)
     bounds = Bounds(
@@ -90,16 +94,29 @@ def decide(training: TrainingRun, window: Indices, trained: TrainedWindow) -> No
         is_comparable=len(window) >= _COMPARABLE_SHARE * training.batch
         and (trained.measurement is None or spec.noise_scale_every == 1),
     )
-    is_first = tuner.learned.period == 0
+    is_first, before = tuner.learned.period == 0, tuner.learned.fixed
     decided = tuner.measure(state.step, measured, bounds)
+    budget.learned.fixed = tuner.learned.fixed
     if failed is None:
         budget.use_tuned(tuner.next_tokens(planned))
     if not decided:
         return
     training.run.append_tuning(TuningStep(step=state.step, state=tuner.state()))
+    if tuner.learned.fixed not in (None, before):
+        _report_fixed_cost(training, tuner.learned.fixed)
     found = tuner.result(planned)
     if found is not None and (is_first or found.token_budget != tuner.learned.before):
         _report(training, found, planned)
+
+
+def _report_fixed_cost(training: TrainingRun, tokens: float) -> None:
+    """Reports what a micro-batch was found to cost besides its tokens."""
+    worth = f"as much as {tokens:,.0f} tokens" if tokens < fixed_cost.MOST else "more than any tokens"
+    training.reporter.event(
+        "fixed_cost",
+        f"A micro-batch costs {worth} in time, besides its own tokens: windows are cut accordingly.",
+        tokens=tokens,
+    )
 
 
 def _report(training: TrainingRun, found: Tuning, planned: int) -> None:
