@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from itertools import product
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,11 +21,13 @@ from app.contract.model_reference import LoraSpec
 from app.contract.spec import RunPrecision
 from app.planning.estimate import ByProfile
 from tests.gpu.checks import Check, Place, at_least, at_most
+from tests.harness.specs import make_spec
 from workers.training import attention as kernels_of_attention
 from workers.training import model as models
 from workers.training.batches import MicroBatch
 from workers.training.gradients import gradients_for
 from workers.training.head import backbone_of
+from workers.training.kernels import installed_kernels
 from workers.training.loss import TokenLoss
 from workers.training.window import Clipping, Window
 
@@ -168,16 +171,15 @@ def loss(place: Place) -> tuple[dict[str, Any], list[Check]]:
     large = place.is_gpu and torch.cuda.get_device_properties(0).total_memory >= 60 * 2**30
     config = EIGHT_BILLION if large else _SMALL
     recipe = Recipe(device=place.kind, precision="pure_bf16" if place.is_gpu else "fp32", lora=LORA)
-    step = Step(place, config, recipe, *((4, 2048) if large else (1, 256)))
-    seconds, without = _timed(place, step.whole_pass), _timed(place, step.pass_without_loss)
-    share = 1 - without / seconds
-    figures = {
-        "seconds": seconds,
-        "without_loss": without,
-        "rows": rows_of_chunk(config["vocab_size"], place.kind),
-    }
-    checks = [at_most("the loss's share of a pass", share, 0.15)] if large else []
-    return {**figures, "share": share}, checks
+    step = Step(place, config, recipe, *((2, 2048) if large else (1, 256)))
+    figures: dict[str, Any] = {"rows": rows_of_chunk(config["vocab_size"], place.kind)}
+    for name in ("PyTorch's operators", "installed kernels"):
+        if name == "installed kernels":
+            figures["kernels"] = step.use_kernels()
+        seconds, without = _timed(place, step.whole_pass), _timed(place, step.pass_without_loss)
+        figures[name] = {"seconds": seconds, "without_loss": without, "share": 1 - without / seconds}
+    share = figures["installed kernels"]["share"]
+    return figures, [at_most("the loss's share of a pass", share, 0.15)] if large else []
 
 
 def memory(place: Place) -> tuple[dict[str, Any], list[Check]]:
@@ -268,27 +270,33 @@ def peaks(
 
 
 def steps(place: Place) -> tuple[dict[str, Any], list[Check]]:
-    """Tokens per second of full fine-tuning of one billion parameters, and of LoRA of eight billion."""
-    figures, checks = {}, []
+    """Tokens per second of full fine-tuning of one billion parameters, and of LoRA of eight billion, with
+    PyTorch's operators and with those kernels that are installed (kernels.py)."""
+    figures: dict[str, Any] = {}
+    checks = []
     name = torch.cuda.get_device_name()
     total = torch.cuda.get_device_properties(0).total_memory
     for label, config, recipe, rows, bound in (
         ("full 1B", ONE_BILLION, Recipe(device="cuda", precision="pure_bf16"), 8, _H200_FULL_1B),
-        ("LoRA 8B", EIGHT_BILLION, Recipe(device="cuda", precision="pure_bf16", lora=LORA), 4, _H200_LORA_8B),
+        ("LoRA 8B", EIGHT_BILLION, Recipe(device="cuda", precision="pure_bf16", lora=LORA), 2, _H200_LORA_8B),
     ):
         if label == "LoRA 8B" and total < 60 * 2**30:
             continue
         place.clear()
         step = Step(place, config, recipe, rows, 4096)
-        step.window_of(2)
-        place.wait()
-        began = time.perf_counter()
-        step.window_of(4)
-        place.wait()
-        rate = 4 * rows * 4096 / (time.perf_counter() - began)
         flops = 6.0 if recipe.lora is None else 4.0
         count = sum(parameter.numel() for parameter in step.model.parameters())
-        figures[label] = {"tokens_per_second": rate, "tflops": flops * count * rate / 1e12}
+        for kernels in ("PyTorch's operators", "installed kernels"):
+            used = step.use_kernels() if kernels == "installed kernels" else []
+            step.window_of(2)
+            place.wait()
+            began = time.perf_counter()
+            step.window_of(6)
+            place.wait()
+            rate = 6 * rows * 4096 / (time.perf_counter() - began)
+            figures[f"{label}, {kernels}"] = {
+                "tokens_per_second": rate, "tflops": flops * count * rate / 1e12, "kernels": used,
+            }  # fmt: skip
         if "H200" in name:
             checks.append(at_least(f"tokens/s of {label}", rate, bound))
         del step
@@ -318,6 +326,17 @@ class Step:
         self._window = Window(parameters, optimizer, Clipping(1.0), gradients=gradients)
         self._loss, self._precision, self._place = TokenLoss(self.model), recipe.precision, place
         self._batch = _batch(place, config, rows, sequence)
+
+    def use_kernels(self) -> list[str]:
+        """Switches on the kernels that a trainer would use, and returns their names."""
+        replica: Any = SimpleNamespace(
+            device=self._place.device, model=self.model, token_loss=self._loss, precision=self._precision,
+            is_sharded=False,
+        )  # fmt: skip
+        found = installed_kernels(replica, make_spec(kernels="auto"), packed=False)
+        for each in found:
+            each.switch_on()
+        return [each.name for each in found]
 
     def whole_pass(self) -> None:
         """Forward and backward of a micro-batch; nothing is applied."""

@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from app.contract.memory_profile import Recipe
 from app.planning.estimate import ByProfile
@@ -34,9 +33,10 @@ def test_the_peak_is_as_predicted(
     config: dict[str, Any], options: dict[str, Any], rows: int, sequence: int, steps: int, tmp_path: Path
 ) -> None:
     recipe = Recipe(device="cuda", expandable_segments=uses_expandable_segments(), **options)
-    torch.cuda.empty_cache()
-    true = peaks(Place("cuda", tmp_path), config, recipe, rows, sequence, steps)
-    torch.cuda.empty_cache()
+    place = Place("cuda", tmp_path)
+    place.clear()
+    true = peaks(place, config, recipe, rows, sequence, steps)
+    place.clear()
     estimate = ByProfile(make_profile(config, recipe, sequence).curve, recipe, "simulated")
     memory = estimate.memory(rows, accumulating=steps > 1)
     error = memory.peak_allocated_bytes / true["allocated"] - 1

@@ -3,21 +3,24 @@ part, on a CPU."""
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812
 
 from app.contract.plan import FixedSize
 from tests.harness.runs import create_run, log_of, small_data
-from tests.harness.small_models import make_model
+from tests.harness.small_models import make_model, make_window64
 from tests.harness.specs import make_spec
 from tests.harness.training import events_of_kind, run_to_end, weights
 from workers.run_directory import RunDirectory
 from workers.training import kernels
 from workers.training.batches import MicroBatch
+from workers.training.head import Head
 from workers.training.loss import TokenLoss, boundaries
 
 
@@ -278,3 +281,74 @@ def test_the_mark_of_a_comparison_stays_only_if_it_ends_the_process(tmp_path: Pa
     with pytest.raises(RuntimeError), run.comparing_kernels(1):
         raise RuntimeError
     assert run.ended_comparing_kernels(1)
+
+
+def pretend_fused(
+    logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor | None, *, scale: float,
+    smoothing: float, with_gradient: bool,
+) -> torch.Tensor:  # fmt: skip
+    """What the kernel of fused_cross_entropy.py computes, by other means."""
+    with torch.enable_grad():
+        scaled = logits.detach().float().requires_grad_()
+        losses = F.cross_entropy(scaled * scale, targets, reduction="none", label_smoothing=smoothing)
+        losses = losses if weights is None else losses * weights
+        if with_gradient:
+            (found,) = torch.autograd.grad(losses.sum(), scaled)
+    if with_gradient:
+        logits.copy_(found)
+    return losses.detach()
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_the_fused_loss_gives_the_gradient_of_the_plain_one(
+    family: str, weighted: bool, smoothing: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Head, "rows", property(lambda _: 50))  # several chunks
+    model = make_model(family)
+    batch = make_window64().batch(list(range(12)), weighted=weighted)
+    found = []
+    for fused in (pretend_fused, None):
+        loss = TokenLoss(model, smoothing=smoothing)
+        loss.fused = fused
+        model.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16), torch.enable_grad():
+            summed = loss(batch).loss_sum
+        summed.backward()
+        gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+        found.append((float(summed.detach()), gradient.double()))
+        with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
+            assert float(loss(batch).loss_sum) == pytest.approx(found[-1][0], rel=1e-6)
+    (ours, own), (theirs, plain) = found
+    assert ours == pytest.approx(theirs, rel=1e-6)
+    assert float((own - plain).norm() / plain.norm()) < 5e-3
+
+
+def test_the_fused_loss_is_offered_where_it_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    token_loss = TokenLoss(make_model("gpt2"))
+    replica: Any = SimpleNamespace(token_loss=token_loss, precision="bf16")
+    monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: name == "triton" or None)
+    offered = kernels._fused_loss(replica)
+    assert offered is not None
+    assert "cross-entropy" in offered.name
+    monkeypatch.setitem(
+        sys.modules, "workers.training.fused_cross_entropy", module("f", cross_entropy=pretend_fused)
+    )
+    offered.switch_on()
+    assert token_loss.fused is pretend_fused
+    offered.switch_off()
+    assert token_loss.fused is None
+    replica.precision = "fp16"  # its products need a scale of their own
+    assert kernels._fused_loss(replica) is None
+    replica.precision = "bf16"
+    token_loss.head = replace(token_loss.head, cap=30.0)  # type: ignore[type-var]
+    assert kernels._fused_loss(replica) is None
+    token_loss.head = None
+    assert kernels._fused_loss(replica) is None
+
+
+def module(name: str, **content: Any) -> ModuleType:
+    made = ModuleType(name)
+    vars(made).update(content)
+    return made

@@ -1,9 +1,9 @@
 """Measures what a micro-batch costs besides its tokens.
 
 A device needs time for even the smallest micro-batch, since a GPU waits until the host has started each of
-its kernels. How many tokens it could have trained meanwhile depends on the model, the GPU and the host, by more
-than an order of magnitude. So it is measured: the time of a micro-batch is a + b × tokens, and its fixed cost
-is a / b tokens.
+its kernels. How many tokens it could have trained meanwhile depends on the model, the GPU and the host, by
+more than an order of magnitude. So it is measured: the time of a micro-batch is a + b × tokens, and its fixed
+cost is a / b tokens.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ import numpy as np
 from workers.training.stopwatch import Lap
 
 WINDOWS = 4
-"""Windows that are measured before the fixed cost is decided."""
+"""Windows that are measured at least before the fixed cost is decided."""
 
 ROUNDS = 3
 """How often it is measured: another cut gives micro-batches of other sizes, which tell more."""
@@ -24,7 +24,9 @@ SAME = 1.5
 MOST = float(2**24)
 """Larger costs are all alike: a window is cut into as few micro-batches as possible."""
 
-_LEAST_LAPS = 8
+LEAST_LAPS = 8
+"""Micro-batches that are measured at least."""
+
 _LEAST_SPREAD = 1.3
 """The largest micro-batch must have this many times the tokens of the smallest one."""
 
@@ -37,7 +39,7 @@ def fixed_cost_of(laps: Sequence[Lap]) -> float | None:
     """
     tokens = np.array([lap.tokens for lap in laps], dtype=float)
     seconds = np.array([lap.seconds for lap in laps], dtype=float)
-    if len(laps) < _LEAST_LAPS or tokens.max() < _LEAST_SPREAD * tokens.min():
+    if len(laps) < LEAST_LAPS or tokens.max() < _LEAST_SPREAD * tokens.min():
         return None
     one, other = np.triu_indices(len(laps), 1)
     apart = tokens[other] - tokens[one]

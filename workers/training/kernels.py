@@ -4,6 +4,7 @@
   layers in one kernel each. Its loss is not used: `loss.py` computes the loss in chunks already.
 - flash-attn computes the attention of packed rows sample by sample, without a mask; on Hopper, its third
   version is faster for all rows.
+- Accrue's own kernel computes the cross-entropy in bf16 (fused_cross_entropy.py), where Triton is installed.
 
 Before the first step of every attempt, the gradient of two samples is computed with the kernels and without
 them. Those that change it by more than rounding, or that fail, are not used. So a package can make a job
@@ -31,6 +32,7 @@ from workers.training import device_errors
 from workers.training import model as models
 from workers.training.batch_loader import Loader
 from workers.training.gradient_error import gradient_error
+from workers.training.loss import TokenLoss, can_fuse
 from workers.training.loss_checks import typical_samples
 from workers.training.replica import Replica
 
@@ -145,6 +147,20 @@ class FlashAttention:
             raise NotImplementedError(f"the model's attention cannot be {implementation}")
 
 
+class FusedLoss:
+    """Accrue's own kernel for the cross-entropy."""
+
+    def __init__(self, token_loss: TokenLoss, name: str) -> None:
+        self.name = name
+        self._loss = token_loss
+
+    def switch_on(self) -> None:
+        self._loss.fused = importlib.import_module(f"{__package__}.fused_cross_entropy").cross_entropy
+
+    def switch_off(self) -> None:
+        self._loss.fused = None
+
+
 def base_of(model: Any) -> Any:
     """The model itself, without the wrapper of its adapters."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -166,7 +182,15 @@ def installed_kernels(replica: Replica, spec: Spec, *, packed: bool) -> list[Ker
         return []
     attention = _flash_attention(replica, packed=packed) if spec.attention == "sdpa" else None
     liger = _liger(base_of(replica.model))
-    return [each for each in (liger, attention) if each is not None]
+    return [each for each in (liger, attention, _fused_loss(replica)) if each is not None]
+
+
+def _fused_loss(replica: Replica) -> Kernels | None:
+    head = replica.token_loss.head
+    in_bf16 = replica.precision in ("bf16", "pure_bf16")
+    if head is None or not can_fuse(head) or not in_bf16 or importlib.util.find_spec("triton") is None:
+        return None
+    return FusedLoss(replica.token_loss, f"Accrue's cross-entropy in {_named('triton')}")
 
 
 def _liger(model: Any) -> Kernels | None:

@@ -7,6 +7,7 @@ the model's own logits are used.
 """
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,6 +65,8 @@ class TokenLoss(nn.Module):
         self.passes_boundaries = False
         """Whether the model is told where the samples of a packed row begin, for flash-attn, which would
         otherwise read that from the device in each layer."""
+        self.fused: Callable[..., Tensor] | None = None
+        """Computes the cross-entropy of a chunk of bf16 logits in one kernel (fused_cross_entropy.py)."""
         self.direct: DirectSums | None = None
         """Adds the gradient of the head's weight to its sum while a window is open."""
 
@@ -171,10 +174,12 @@ class TokenLoss(nn.Module):
                 options=options,
             )
         dtype = autocast or torch.promote_types(hidden.dtype, head.weight.dtype)
+        fused = self.fused if dtype == torch.bfloat16 and can_fuse(head) else None
         with torch.autocast(kind, enabled=False):
             loss: Tensor = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
                 hidden, head.weight, head.bias, batch.targets, batch.weights, self._smoothing, head, dtype,
                 None if dtype == torch.float16 else factor,
+                fused,
                 tuple(
                     torch.is_grad_enabled() and tensor is not None and tensor.requires_grad
                     for tensor in (hidden, head.weight, head.bias)
@@ -217,6 +222,7 @@ class _ChunkedLoss(torch.autograd.Function):
         head: Head,
         dtype: torch.dtype,
         factor: float | None,
+        fused: Callable[..., Tensor] | None,
         wanted: tuple[bool, bool, bool],
     ) -> Tensor:
         wide = torch.promote_types(dtype, torch.float32)
@@ -235,7 +241,22 @@ class _ChunkedLoss(torch.autograd.Function):
         for start in head.starts(len(hidden)):
             part = slice(start, start + head.rows)
             states, own = hidden[part].to(dtype), targets[part].unsqueeze(1)
-            logits = F.linear(states, matrix, None if bias is None else bias.to(dtype)).to(wide)
+            narrow = F.linear(states, matrix, None if bias is None else bias.to(dtype))
+            if fused is not None:
+                total += fused(
+                    narrow, targets[part], None if token_weights is None else token_weights[part],
+                    scale=head.scale, smoothing=smoothing, with_gradient=any(wanted),
+                ).sum()  # fmt: skip
+                if to_hidden is not None:
+                    to_hidden[part] = narrow @ matrix
+                if to_weight is not None:
+                    _add_product(to_weight, narrow, states, head)
+                if to_bias is not None:
+                    to_bias += narrow.sum(0, dtype=wide)
+                del narrow
+                continue
+            logits = narrow.to(wide)
+            del narrow
             slope: Tensor | float = head.scale
             if head.scale != 1.0:
                 logits *= head.scale
@@ -265,25 +286,24 @@ class _ChunkedLoss(torch.autograd.Function):
             if head.scale != 1.0 or head.cap is not None:
                 error *= slope
             up = _FP16_GRADIENT_SCALE if dtype == torch.float16 else 1.0
+            narrow = (error * up if up != 1.0 else error).to(dtype)
             if to_hidden is not None:
-                narrow = (error * up if up != 1.0 else error).to(dtype)
                 to_hidden[part] = (narrow @ matrix).to(wide) / up if up != 1.0 else narrow @ matrix
-                del narrow
             if sums is not None:
                 assert factor is not None
                 if dtype == wide:
                     sums.addmm_(error.t(), states, alpha=factor)
                 else:
-                    sums.add_(error.to(dtype).t() @ states, alpha=factor)
+                    sums.add_(narrow.t() @ states, alpha=factor)
             if to_weight is not None:
-                if dtype == wide:
-                    to_weight.addmm_(error.t(), states)
+                if dtype != torch.float16:
+                    _add_product(to_weight, narrow, states, head)
                 else:  # a sum over the chunk's positions, which fp16 must hold too
-                    share = up / len(states) if up != 1.0 else 1.0
+                    share = up / len(states)
                     to_weight += ((error * share).to(dtype).t() @ states).to(wide) / share
             if to_bias is not None:
                 to_bias += error.sum(0)
-            del logits, error, slope  # else they would still be there beside the next chunk's logits
+            del logits, error, slope, narrow  # else they would still be there beside the next chunk's logits
         if heaviest is not None:
             total = total * heaviest
             for gradient in (to_hidden, to_weight, to_bias):
@@ -304,7 +324,30 @@ class _ChunkedLoss(torch.autograd.Function):
             for gradient, dtype in zip(ctx.gradients, ctx.dtypes, strict=True)
         ]
         ctx.gradients = None
-        return *found, None, None, None, None, None, None, None
+        return *found, None, None, None, None, None, None, None, None
+
+
+def can_fuse(head: Head) -> bool:
+    """Whether the kernel of fused_cross_entropy.py computes the logits of a head."""
+    return head.cap is None and head.scale > 0.0
+
+
+def _add_product(to: Tensor, errors: Tensor, states: Tensor, head: Head) -> None:
+    """Adds errorsᵀ · states to a sum, in place.
+
+    Args:
+        to: at least fp32, of shape (vocabulary, width).
+        errors: of shape (rows, vocabulary).
+        states: of shape (rows, width), as precise as the errors.
+    """
+    if errors.dtype == to.dtype:
+        to.addmm_(errors.t(), states)
+    elif to.is_cuda:  # products of bf16 are added in fp32, and need no tensor of their own
+        torch.ops.aten.addmm.dtype_out(to, errors.t(), states, to.dtype, out=to)
+    elif head.device == "cuda":  # in the simulation of a GPU, only sizes count
+        to.add_(0.0)
+    else:
+        to += errors.t() @ states
 
 
 def boundaries(batch: MicroBatch) -> dict[str, Any]:

@@ -148,7 +148,7 @@ class Tuner:
         learned = self.learned
         self._laps += window.laps
         self._windows_with_laps += 1
-        if self._windows_with_laps < fixed_cost.WINDOWS:
+        if self._windows_with_laps < fixed_cost.WINDOWS or len(self._laps) < fixed_cost.LEAST_LAPS:
             return False
         self._windows_with_laps = 0
         found = fixed_cost.fixed_cost_of(self._laps)
