@@ -333,7 +333,7 @@ class Step:
             device=self._place.device, model=self.model, token_loss=self._loss, precision=self._precision,
             is_sharded=False,
         )  # fmt: skip
-        found = installed_kernels(replica, make_spec(kernels="auto"), packed=False)
+        found = installed_kernels(replica, make_spec(kernels="auto"), packed=False, longest=0)
         for each in found:
             each.switch_on()
         return [each.name for each in found]

@@ -70,7 +70,9 @@ def _summary(place: Place, name: str) -> dict[str, Any]:
     """How a run has cut its windows, the time of each, and what it reported about that."""
     run = RunDirectory(place.folder / name)
     log = log_of(run)
-    told = [event["message"] for kind in ("kernels", "fixed_cost") for event in events_of(run, kind)]
+    told = [
+        event["message"] for kind in ("kernels", "unpadded", "fixed_cost") for event in events_of(run, kind)
+    ]
     micro_batches = np.diff([0, *(line["micro_step"] for line in log)]).tolist()
     seconds = np.diff([line["time"] for line in log]).round(4).tolist()
     return {"micro_batches": micro_batches, "seconds": seconds, "events": told}
@@ -213,10 +215,11 @@ def certificates(place: Place) -> tuple[dict[str, Any], list[Check]]:
                 f"certificate-{depth}-{precision}", spec, model=model, precision=precision,
                 rule=TokenBudget(tokens=256),
             )  # fmt: skip
+            began = time.perf_counter()
             train(run)
             (event,) = events_of(run, "certificate")
             error = float(event["data"]["gradient_error"])
-            figures[name] = event["data"]
+            figures[name] = {**event["data"], "seconds": time.perf_counter() - began}
             checks.append(at_most(f"certificate, {name}", error, _TOLERANCE[precision]))
     return figures, checks
 

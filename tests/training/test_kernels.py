@@ -55,7 +55,7 @@ def killing(norm: Any, states: torch.Tensor) -> torch.Tensor:
 def with_kernels(monkeypatch: pytest.MonkeyPatch, compute: Callable[..., torch.Tensor]) -> None:
     """Lets the trainer find a package whose norms are computed by a function."""
 
-    def installed(replica: Any, spec: Any, *, packed: bool) -> list[kernels.Kernels]:
+    def installed(replica: Any, spec: Any, *, packed: bool, longest: int) -> list[kernels.Kernels]:
         model = replica.model
         return [kernels.Patch("fast-norms 1.0", model, lambda: replace_norms(model, compute))]
 
@@ -187,7 +187,9 @@ def liger(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 def test_liger_kernel_replaces_layers_but_not_the_loss(liger: list[dict[str, Any]]) -> None:
     replica = a_replica(make_model("llama"))
-    [found] = kernels.installed_kernels(replica, make_spec(kernels="auto", attention="eager"), packed=False)
+    [found] = kernels.installed_kernels(
+        replica, make_spec(kernels="auto", attention="eager"), packed=False, longest=9
+    )
     assert found.name == "liger-kernel"
     found.switch_on()
     found.switch_off()
@@ -211,7 +213,7 @@ def test_liger_kernel_is_left_out_where_it_cannot_help(
 ) -> None:
     chosen = make_spec(**{"kernels": "auto", "attention": "eager", **spec})
     assert not kernels.installed_kernels(
-        a_replica(**{"model": make_model("llama"), **replica}), chosen, packed=False
+        a_replica(**{"model": make_model("llama"), **replica}), chosen, packed=False, longest=9
     )
 
 
@@ -224,7 +226,10 @@ def test_liger_kernel_is_left_out_where_it_cannot_help(
         ((8, 0), "fp16", False, {2}, None),
         ((7, 5), "fp16", True, {2}, None),
         ((9, 0), "fp32", True, {2, 3}, None),
-        ((9, 0), "bf16", True, set(), None),
+        ((9, 0), "bf16", True, set(), "accrue_varlen"),
+        ((8, 0), "fp16", True, {3}, "accrue_varlen"),
+        ((9, 0), "bf16", False, set(), None),
+        ((7, 5), "fp16", True, set(), None),
     ],
 )
 def test_flash_attention_is_chosen_by_the_device_and_the_rows(
@@ -249,8 +254,9 @@ def test_flash_attention_is_chosen_by_the_device_and_the_rows(
         replica.model.config._attn_implementation = implementation
 
     replica.model.set_attn_implementation = choose
-    for found in kernels.installed_kernels(replica, make_spec(kernels="auto"), packed=packed):
-        found.switch_on()
+    found = kernels.installed_kernels(replica, make_spec(kernels="auto"), packed=packed, longest=9)
+    for each in found:
+        each.switch_on()
         assert replica.token_loss.passes_boundaries
     assert chosen == ([] if expected is None else [expected])
 

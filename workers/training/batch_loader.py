@@ -53,6 +53,14 @@ class Loader:
         self._seed = seed
         self._order_of_epoch: tuple[int, Indices] = (-1, np.empty(0, np.int64))
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sample."""
+        lengths = [
+            each.lengths.max(initial=0) for each in (self.samples, self.validation) if each is not None
+        ]
+        return int(max(lengths))
+
     def window(self, cursor: Cursor, batch: int) -> Indices:
         """The samples of the window at the cursor."""
         if self._order_of_epoch[0] != cursor.epoch:

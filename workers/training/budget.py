@@ -37,6 +37,8 @@ class Budget:
         by_length: whether windows are cut by length, so that there is little padding.
         packed: a micro-batch's tokens are the sum of its lengths, instead of rows × longest.
         isolate_above: see `BatchLayout.isolate_above`.
+        longest_row: tokens of the longest packed row for which the model was checked, which limits token
+            budgets; None for no limit.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class Budget:
         by_length: bool = True,
         packed: bool = False,
         isolate_above: int | None = None,
+        longest_row: int | None = None,
     ) -> None:
         self._rank, self._most = rank, most_tokens
         self.by_length = by_length
@@ -56,6 +59,7 @@ class Budget:
         self.learned = learned
         self.packed = packed
         self._isolate_above = isolate_above
+        self._longest_row = longest_row
 
     def rule(self, batch: int | None = None) -> MicroBatchRule:
         """The rule by which windows are cut now.
@@ -65,11 +69,16 @@ class Budget:
                 micro-batches grows in proportion.
         """
         if self.learned.tokens is not None:
-            return TokenBudget(tokens=self.learned.tokens)
+            return TokenBudget(tokens=self._within_row(self.learned.tokens))
         planned = self._rank.micro_batch_rule
+        if isinstance(planned, TokenBudget):
+            return TokenBudget(tokens=self._within_row(planned.tokens))
         if isinstance(planned, FixedCount) and batch is not None and batch > self._samples:
             return FixedCount(micro_batches=round(planned.micro_batches * (batch / self._samples)))
         return planned
+
+    def _within_row(self, tokens: int) -> int:
+        return tokens if self._longest_row is None else min(tokens, self._longest_row)
 
     def cut(
         self,
@@ -206,7 +215,7 @@ class Budget:
         """The largest micro-batch, in tokens, that the plan expects to fit and that has not failed."""
         rule = self.rule()
         assert isinstance(rule, TokenBudget), "a split that was requested is not tuned"
-        most = self._most or rule.tokens
+        most = self._within_row(self._most or rule.tokens)
         failed = self.learned.failed_tokens
         return most if failed is None else min(most, failed - 1)
 

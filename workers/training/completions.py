@@ -11,6 +11,7 @@ import torch
 
 from app.contract.reports import Completion, Completions
 from workers.training.data import Samples
+from workers.training.kernels import own_kernels
 from workers.training.training_run import TrainingRun
 
 MAX_NEW_TOKENS = 48
@@ -99,7 +100,7 @@ def _complete(training: TrainingRun, tokens: list[int]) -> str:
     was_training = model.training
     model.eval()
     try:
-        with torch.no_grad(), training.replica.autocast():
+        with torch.no_grad(), training.replica.autocast(), own_kernels(training.replica.kernels):
             made = model.generate(
                 input_ids=given, attention_mask=torch.ones_like(given), generation_config=own
             )

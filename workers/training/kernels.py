@@ -4,6 +4,7 @@
   layers in one kernel each. Its loss is not used: `loss.py` computes the loss in chunks already.
 - flash-attn computes the attention of packed rows sample by sample, without a mask; on Hopper, its third
   version is faster for all rows.
+- PyTorch's own flash attention does so too, where there is no other (varlen_attention.py).
 - Accrue's own kernel computes the cross-entropy in bf16 (fused_cross_entropy.py), where Triton is installed.
 
 Before the first step of every attempt, the gradient of two samples is computed with the kernels and without
@@ -28,7 +29,7 @@ import torch
 from app.contract.spec import Spec
 from workers.reporter import Reporter
 from workers.run_directory import RunDirectory
-from workers.training import device_errors
+from workers.training import device_errors, varlen_attention
 from workers.training import model as models
 from workers.training.batch_loader import Loader
 from workers.training.gradient_error import gradient_error
@@ -166,23 +167,29 @@ def base_of(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def installed_kernels(replica: Replica, spec: Spec, *, packed: bool) -> list[Kernels]:
+def installed_kernels(replica: Replica, spec: Spec, *, packed: bool, longest: int) -> list[Kernels]:
     """The kernels of installed packages that a replica could use on its device.
 
     Args:
         packed: whether rows hold several samples.
+        longest: tokens of the longest sample.
     """
-    if (
+    if not can_use_kernels(replica, spec):
+        return []
+    attention = flash_attention(replica, spec, packed=packed, longest=longest)
+    liger = _liger(base_of(replica.model))
+    return [each for each in (liger, attention, _fused_loss(replica)) if each is not None]
+
+
+def can_use_kernels(replica: Replica, spec: Spec) -> bool:
+    """Whether kernels of other packages are used at all."""
+    return not (
         replica.device.type != "cuda"
         or spec.kernels == "none"
         or spec.compile  # which fuses the same layers itself
         or spec.deterministic
         or replica.is_sharded
-    ):
-        return []
-    attention = _flash_attention(replica, packed=packed) if spec.attention == "sdpa" else None
-    liger = _liger(base_of(replica.model))
-    return [each for each in (liger, attention, _fused_loss(replica)) if each is not None]
+    )
 
 
 def _fused_loss(replica: Replica) -> Kernels | None:
@@ -210,17 +217,23 @@ def _liger(model: Any) -> Kernels | None:
     )
 
 
-def _flash_attention(replica: Replica, *, packed: bool) -> Kernels | None:
-    """The third version on Hopper; else the second one for packed rows, as PyTorch has it for others."""
+def flash_attention(replica: Replica, spec: Spec, *, packed: bool, longest: int) -> Kernels | None:
+    """The third version on Hopper; else the second one for packed rows, as PyTorch has it for others, or that
+    of PyTorch without a mask."""
     from transformers.utils import import_utils
 
+    if spec.attention != "sdpa" or replica.precision not in _HALVES:
+        return None
     major, _ = torch.cuda.get_device_capability(replica.device)
-    if replica.precision not in _HALVES or major < 8:  # flash-attn supports Ampere and later
+    if major < 8:  # all of them need Ampere or later
         return None
     if major == 9 and import_utils.is_flash_attn_3_available():
         return FlashAttention(replica, "flash_attention_3", _named("flash-attn-3"))
     if packed and import_utils.is_flash_attn_2_available():
         return FlashAttention(replica, "flash_attention_2", _named("flash-attn"))
+    if packed and varlen_attention.suits(base_of(replica.model).config, longest):
+        varlen_attention.register()
+        return FlashAttention(replica, varlen_attention.NAME, f"flash attention in {_named('torch')}")
     return None
 
 
@@ -239,7 +252,23 @@ def choose_kernels(
     Raises:
         RuntimeError: the device failed; the next attempt leaves the kernels out.
     """
-    candidates = installed_kernels(replica, spec, packed=loader.layout.packed)
+    candidates = installed_kernels(replica, spec, packed=loader.layout.packed, longest=loader.longest)
+    use_those_that_agree(candidates, run, replica, loader, reporter, rank)
+
+
+def use_those_that_agree(
+    candidates: Sequence[Kernels],
+    run: RunDirectory,
+    replica: Replica,
+    loader: Loader,
+    reporter: Reporter,
+    rank: int,
+) -> None:
+    """Switches on those kernels that do not change the gradient, and reports them.
+
+    Raises:
+        RuntimeError: the device failed; the next attempt leaves the kernels out.
+    """
     if not candidates:
         return
     names = " and ".join(each.name for each in candidates)

@@ -83,19 +83,22 @@ def check_packing(
     if not loader.layout.packed or (fallbacks.padded is False and fallbacks.packed_tokens >= most_tokens):
         return
     fallbacks.padded, fallbacks.packed_tokens = False, most_tokens
+    if (reason := why_not_packed(replica, loader, layouts, most_tokens, most_samples, group)) is not None:
+        fallbacks.padded, loader.layout = True, layouts.padded
+        reporter.event("changed", f"{reason} So they are padded instead.", "warning")
+
+
+def why_not_packed(
+    replica: Replica, loader: Loader, layouts: Layouts, most_tokens: int, most_samples: int, group: Group
+) -> str | None:
+    """Why samples cannot be packed, as a sentence; None if packing changes their loss only by rounding."""
     for samples in _rows_to_check(loader, most_tokens, most_samples):
         own = _found_against(replica, samples, layouts) if replica.is_sharded or group.leads else None
         reason: str | None = group.broadcast(own)
-        if reason is None:
-            continue
-        fallbacks.padded, loader.layout = True, layouts.padded
-        reporter.event(
-            "changed",
-            f"The model does not keep samples apart in a packed row of {sum(map(len, samples)):,} tokens: "
-            f"{reason}. So they are padded instead.",
-            "warning",
-        )
-        return
+        if reason is not None:
+            tokens = sum(map(len, samples))
+            return f"The model does not keep samples apart in a packed row of {tokens:,} tokens: {reason}."
+    return None
 
 
 def _rows_to_check(loader: Loader, most_tokens: int, most_samples: int) -> Iterator[list[Tokens]]:

@@ -45,6 +45,7 @@ from workers.training.state import Fallbacks, LearnedBudget, RunState
 from workers.training.trackers import Trackers
 from workers.training.training_run import Interruption, TrainingRun
 from workers.training.trials import make_tuner
+from workers.training.unpadded import choose_layout
 
 
 def start(
@@ -76,6 +77,7 @@ def start(
     loader.limit_buckets(state.budgets[group.rank].tokens)
     _check_exactness(replica, loader, assignment, state.fallbacks, reporter, group)
     choose_kernels(run, replica, loader, spec, reporter, group.rank)
+    longest_row = choose_layout(run, replica, loader, assignment, state.fallbacks, reporter, group)
     until, recorded = _earlier_steps(run, assignment, group)
     budgets = [
         Budget(
@@ -86,6 +88,7 @@ def start(
             by_length=spec.clip_mode != "each_micro_batch",
             packed=loader.layout.packed,
             isolate_above=loader.layout.isolate_above,
+            longest_row=longest_row,
         )
         for each, learned in zip(plan.ranks, state.budgets, strict=False)
     ]

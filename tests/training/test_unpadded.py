@@ -1,0 +1,205 @@
+"""Samples are laid out without padding where a kernel computes attention sample by sample. Here, a loop over
+the samples plays the kernel's part, on a CPU."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from app.contract.plan import FixedSize, TokenBudget
+from app.contract.spec import ValidationSpec
+from tests.harness.any_family import lay_any
+from tests.harness.runs import create_run, small_data
+from tests.harness.specs import make_spec
+from tests.harness.training import events_of_kind, interrupted_at, raw_log, run_to_end, weights
+from workers.run_directory import RunDirectory
+from workers.training import unpadded, varlen_attention
+from workers.training.kernels import FlashAttention
+
+RULE = TokenBudget(tokens=600)
+
+
+def one_by_one(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, begins: torch.Tensor, longest: int,
+    scaling: float | None,
+) -> torch.Tensor:  # fmt: skip
+    """What the kernel computes."""
+    assert begins[-1] == len(query)
+    found = []
+    for begin, end in zip(begins[:-1].tolist(), begins[1:].tolist(), strict=True):
+        assert end - begin <= longest
+        states = (each[begin:end].transpose(0, 1)[None] for each in (query, key, value))
+        grouped = key.shape[1] != query.shape[1]
+        own = F.scaled_dot_product_attention(*states, is_causal=True, scale=scaling, enable_gqa=grouped)
+        found.append(own[0].transpose(0, 1))
+    return torch.cat(found)
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with such a kernel."""
+    monkeypatch.setattr(varlen_attention, "within_samples", one_by_one)
+    monkeypatch.setattr(unpadded, "can_use_kernels", lambda replica, spec: spec.kernels == "auto")
+
+    def flash_attention(replica: Any, spec: Any, *, packed: bool, longest: int) -> FlashAttention:
+        varlen_attention.register()
+        return FlashAttention(replica, varlen_attention.NAME, "a loop")
+
+    monkeypatch.setattr(unpadded, "flash_attention", flash_attention)
+
+
+def spec_of(**changes: Any) -> Any:
+    return make_spec(**{"data": small_data(), "max_steps": 6, "kernels": "auto", **changes})
+
+
+def padded_and_unpadded(tmp_path: Path, **changes: Any) -> tuple[RunDirectory, RunDirectory]:
+    plain = create_run(tmp_path / "plain", spec_of(**{**changes, "kernels": "none"}), rule=RULE)
+    own = create_run(tmp_path / "own", spec_of(**changes), rule=RULE)
+    run_to_end(plain)
+    run_to_end(own)
+    return plain, own
+
+
+def tokens_without_padding(run: RunDirectory) -> bool:
+    return all(line["padded_tokens"] == line["tokens"] for line in raw_log(run))
+
+
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"gradient_checkpointing": True}, {"certificate": True}, {"label_smoothing": 0.1}],
+    ids=str,
+)
+def test_training_is_the_same_without_padding(tmp_path: Path, changes: dict[str, Any]) -> None:
+    plain, own = padded_and_unpadded(tmp_path, **changes)
+    assert events_of_kind(own, "unpadded")
+    assert not events_of_kind(plain, "unpadded")
+    ours, theirs = raw_log(own), raw_log(plain)
+    for one, other in zip(ours, theirs, strict=True):
+        assert (one["samples"], one["tokens"]) == (other["samples"], other["tokens"])
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
+        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
+    assert ours[-1]["micro_step"] < theirs[-1]["micro_step"]
+    for certificate in events_of_kind(own, "certificate"):
+        assert certificate["data"]["gradient_error"] < 1e-5
+
+
+@pytest.mark.usefixtures("kernel")
+def test_grouped_heads_and_evaluations_are_computed_without_padding(tmp_path: Path) -> None:
+    data = small_data(validation=ValidationSpec(file_id=None, sha256=None, format=None, share=0.2))
+    losses = []
+    for kernels in ("none", "auto"):
+        folder = tmp_path / kernels
+        folder.mkdir()
+        run = lay_any(folder / "run", "llama", spec_of(data=data, eval_every=2, kernels=kernels), rule=RULE)
+        run_to_end(run)
+        assert bool(events_of_kind(run, "unpadded")) is (kernels == "auto")
+        losses.append([event["data"]["loss"] for event in events_of_kind(run, "evaluation")])
+    assert losses[0]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+@pytest.mark.usefixtures("kernel")
+def test_a_stopped_run_goes_on_without_padding(tmp_path: Path) -> None:
+    whole = create_run(tmp_path / "whole", spec_of(), rule=RULE)
+    run_to_end(whole)
+    stopped = create_run(tmp_path / "stopped", spec_of(), rule=RULE)
+    interrupted_at(stopped, 5)
+    run_to_end(create_run(tmp_path / "stopped", spec_of(), rule=RULE, attempt=2))
+    ours, theirs = weights(stopped), weights(whole)
+    assert all((ours[name] == theirs[name]).all() for name in theirs)
+
+
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize("kernels", ["none", "auto"])
+def test_padding_stays_where_it_belongs_to_the_request(tmp_path: Path, kernels: str) -> None:
+    """A split that was requested, or kernels that were declined."""
+    rule = RULE if kernels == "none" else FixedSize(samples=4)
+    run = create_run(tmp_path / "run", spec_of(kernels=kernels), rule=rule)
+    run_to_end(run)
+    assert not events_of_kind(run, "unpadded")
+
+
+def test_a_kernel_that_changes_the_gradient_is_not_used(
+    tmp_path: Path, kernel: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def mixing(query: Any, key: Any, value: Any, begins: Any, longest: int, scaling: Any) -> torch.Tensor:
+        """Attention over the whole row."""
+        return one_by_one(query, key, value, begins[[0, -1]], int(begins[-1]), scaling)
+
+    monkeypatch.setattr(varlen_attention, "within_samples", mixing)
+    plain, own = padded_and_unpadded(tmp_path)
+    assert not events_of_kind(own, "unpadded")
+    [event] = events_of_kind(own, "kernels")
+    assert "not used: it changes the gradient" in event["message"]
+    assert [line["loss"] for line in raw_log(own)] == [line["loss"] for line in raw_log(plain)]
+
+
+def test_a_model_that_mixes_samples_stays_padded(
+    tmp_path: Path, kernel: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unpadded, "why_not_packed", lambda *_: "The model mixes samples.")
+    plain, own = padded_and_unpadded(tmp_path)
+    assert not events_of_kind(own, "unpadded")
+    assert not events_of_kind(own, "changed")  # nobody asked for packing
+    assert [line["loss"] for line in raw_log(own)] == [line["loss"] for line in raw_log(plain)]
+
+
+@pytest.mark.usefixtures("kernel")
+def test_rows_are_no_longer_than_what_was_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unpadded, "LONGEST_ROW", 150)
+    _, own = padded_and_unpadded(tmp_path)
+    assert events_of_kind(own, "unpadded")
+    assert max(line["largest_tokens"] for line in raw_log(own)) <= 150
+
+
+class Config:
+    def __init__(self, **fields: Any) -> None:
+        vars(self).update(fields)
+
+    def get_text_config(self) -> "Config":
+        return self
+
+
+@pytest.mark.parametrize(
+    ("fields", "longest", "suits"),
+    [
+        ({}, 5000, True),
+        ({"sliding_window": 4096}, 4096, True),
+        ({"sliding_window": 4096}, 4097, False),
+        ({"sliding_window": None, "layer_types": ["full_attention"]}, 5000, True),
+        ({"sliding_window": 128, "layer_types": ["full_attention", "sliding_attention"]}, 100, True),
+        ({"layer_types": ["chunked_attention"]}, 10, False),
+        ({"layer_types": ["linear_attention", "full_attention"]}, 10, False),
+        ({"attention_chunk_size": 8192}, 10, False),
+        ({"attn_logit_softcapping": 50.0}, 10, False),
+    ],
+    ids=str,
+)
+def test_only_plainly_causal_attention_suits(fields: dict[str, Any], longest: int, suits: bool) -> None:
+    assert varlen_attention.suits(Config(**fields), longest) is suits
+
+
+def test_other_attention_is_refused() -> None:
+    module, states = torch.nn.Module(), torch.zeros(1, 2, 6, 8)
+    begins = torch.tensor([0, 2, 6], dtype=torch.int32)
+    for others in ({"softcap": 30.0}, {"s_aux": states}, {"dropout": 0.1}):
+        with pytest.raises(NotImplementedError):
+            varlen_attention.attention(
+                module, states, states, states, None, cu_seq_lens_q=begins, max_length_q=4, **others
+            )
+    with pytest.raises(NotImplementedError):
+        varlen_attention.attention(module, states, states, states, torch.ones(1, 1, 6, 6))
+    narrow = torch.zeros(1, 2, 6, 4)
+    with pytest.raises(NotImplementedError):
+        varlen_attention.attention(module, narrow, narrow, narrow, None, cu_seq_lens_q=begins, max_length_q=4)
+
+
+def test_without_packed_rows_each_row_is_one_sample() -> None:
+    query, key, value = torch.randn(3, 2, 2, 6, 8, generator=torch.Generator().manual_seed(1))
+    found, _ = varlen_attention.attention(torch.nn.Module(), query, key, value, None)
+    expected = F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2)
+    assert np.allclose(found.numpy(), expected.numpy(), atol=1e-6)

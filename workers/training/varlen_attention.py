@@ -1,0 +1,110 @@
+"""Attention over packed rows, sample by sample, with the flash attention that PyTorch itself contains.
+
+PyTorch's `scaled_dot_product_attention` needs a mask for packed rows, whose size and time grow with the
+square of the row's length. The kernel under it also takes the places where samples begin (Dao 2023,
+arXiv:2307.08691, section 3.1), as the package flash-attn does. This module offers that to transformers as an
+implementation of attention.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+NAME = "accrue_varlen"
+"""The implementation's name in transformers."""
+
+_CAUSAL_LAYERS = {"full_attention", "sliding_attention"}
+"""Types of layers whose attention is plainly causal, as long as a sample is not longer than the window."""
+
+_WIDEST_HEAD = 256
+_HEAD_MULTIPLE = 8
+"""What the kernel supports."""
+
+
+def suits(config: Any, longest: int) -> bool:
+    """Whether the attention of all layers of a model is plainly causal within samples.
+
+    Args:
+        config: the model's config.
+        longest: tokens of the longest sample.
+    """
+    text = config.get_text_config()
+    if not set(getattr(text, "layer_types", None) or ()) <= _CAUSAL_LAYERS:
+        return False
+    if getattr(text, "attention_chunk_size", None) or getattr(text, "attn_logit_softcapping", None):
+        return False
+    window = getattr(text, "sliding_window", None)
+    return window is None or longest <= window
+
+
+def register() -> None:
+    """Makes transformers know the implementation. It gets no masks, since it has no mask function."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(NAME, attention)
+
+
+def attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention within each sample of a packed row; of each row, if they are not packed.
+
+    Args:
+        query: of shape (rows, heads, sequence, width); `key` and `value` may have fewer heads.
+        cu_seq_lens_q: where samples begin, and where the last one ends, int32; None if rows are not packed.
+        max_length_q: tokens of the longest sample.
+
+    Returns:
+        The states, of shape (rows, sequence, heads, width).
+
+    Raises:
+        NotImplementedError: the model's attention is another one.
+    """
+    unknown = [name for name in ("softcap", "s_aux", "position_bias") if others.get(name) is not None]
+    if attention_mask is not None or unknown or getattr(module, "is_causal", True) is False:
+        raise NotImplementedError(f"attention with {', '.join(unknown) or 'a mask of its own'}")
+    if cu_seq_lens_q is None or max_length_q is None:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        states, _ = sdpa_attention_forward(
+            module, query, key, value, None, dropout=dropout, scaling=scaling, is_causal=True
+        )
+        return states, None
+    if dropout or not is_supported(query):
+        raise NotImplementedError("attention with dropout, or with heads of this width")
+    kind = query.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
+    query, key, value = (states.transpose(1, 2).flatten(0, 1).to(dtype) for states in (query, key, value))
+    return within_samples(query, key, value, cu_seq_lens_q, max_length_q, scaling).unsqueeze(0), None
+
+
+def is_supported(query: Tensor) -> bool:
+    """Whether the kernel supports the width of the heads."""
+    width = query.shape[-1]
+    return width <= _WIDEST_HEAD and width % _HEAD_MULTIPLE == 0
+
+
+def within_samples(
+    query: Tensor, key: Tensor, value: Tensor, begins: Tensor, longest: int, scaling: float | None
+) -> Tensor:
+    """Causal attention within each sample.
+
+    Args:
+        query: of shape (tokens, heads, width); `key` and `value` may have fewer heads.
+        begins: where samples begin, and where the last one ends, int32.
+    """
+    states: Tensor = torch.ops.aten._flash_attention_forward(
+        query, key, value, begins, begins, longest, longest, 0.0, True, False, scale=scaling
+    )[0]
+    return states
