@@ -3,9 +3,9 @@
     python -m tests.gpu.acceptance [--device cpu] [--only part …] [--out gpu.json]
 
 It needs torch, transformers, pyarrow and pydantic; no service, no network and no pytest. Results are written
-after each part, so that a run that is cut off leaves what it has measured. A line for each check says whether
-it holds. With `--device cpu`, parts that need CUDA are reported as not run, and the others run on small
-models, which shows that they work.
+after each part, so that a run that is cut off leaves what it has measured; `--only` adds parts to those that
+the file has from the same day. A line for each check says whether it holds. With `--device cpu`, parts that
+need CUDA are reported as not run, and the others run on small models, which shows that they work.
 """
 
 import argparse
@@ -43,15 +43,14 @@ class Entry:
 PARTS = (
     Entry("environment", kernels.environment),
     Entry("attention", kernels.attention),
-    Entry("loss", kernels.loss),
     Entry("memory", kernels.memory, "cuda"),
-    Entry("throughput of a step", kernels.steps, "cuda"),
+    Entry("throughput of a step", kernels.steps),
     Entry("throughput beside Trainer", runs.throughput),
     Entry("reads from the device", runs.reads, "cuda"),
+    Entry("out of memory", runs.out_of_memory, "cuda"),
     Entry("resume", runs.resume),
     Entry("certificate", runs.certificates),
     Entry("features", runs.features),
-    Entry("out of memory", runs.out_of_memory, "cuda"),
 )
 
 
@@ -63,8 +62,8 @@ def accept(place: Place, parts: tuple[Entry, ...], out: Path | None) -> list[Che
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "device": torch.cuda.get_device_name() if place.kind == "cuda" else platform.machine(),
         "torch": torch.__version__,
-        "parts": {},
     }
+    result["parts"] = _known_parts(result, out)
     for part in parts:
         if part.on == "cuda" and place.kind == "cpu":
             print(f"-- {part.name}: not run, needs CUDA", flush=True)
@@ -75,6 +74,16 @@ def accept(place: Place, parts: tuple[Entry, ...], out: Path | None) -> list[Che
             out.write_text(json.dumps(result, indent=1, default=str) + "\n")
         place.clear()
     return checks
+
+
+def _known_parts(now: dict[str, Any], out: Path | None) -> dict[str, Any]:
+    """The parts that were measured before on this day, with this device and version."""
+    if out is None or not out.exists():
+        return {}
+    known: dict[str, Any] = json.loads(out.read_text())
+    is_same = all(known.get(name) == value for name, value in now.items())
+    parts: dict[str, Any] = known.get("parts", {}) if is_same else {}
+    return parts
 
 
 def _result_of(part: Entry, place: Place, checks: list[Check]) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from app.contract.loss_chunks import rows_of_chunk
 from app.contract.memory_profile import Recipe
 from app.contract.model_reference import LoraSpec
 from app.contract.spec import RunPrecision
@@ -29,6 +28,7 @@ from workers.training.gradients import gradients_for
 from workers.training.head import backbone_of
 from workers.training.kernels import installed_kernels
 from workers.training.loss import TokenLoss
+from workers.training.memory import begin_steps
 from workers.training.window import Clipping, Window
 
 LORA = LoraSpec(r=16, alpha=32, dropout=0.0, target_modules=None, merge=False)
@@ -166,22 +166,6 @@ def context_bytes(place: Place) -> int:
     return total - free - torch.cuda.memory_reserved()
 
 
-def loss(place: Place) -> tuple[dict[str, Any], list[Check]]:
-    """The loss's share of a pass of LoRA on eight billion parameters with a vocabulary of 128k."""
-    large = place.is_gpu and torch.cuda.get_device_properties(0).total_memory >= 60 * 2**30
-    config = EIGHT_BILLION if large else _SMALL
-    recipe = Recipe(device=place.kind, precision="pure_bf16" if place.is_gpu else "fp32", lora=LORA)
-    step = Step(place, config, recipe, *((2, 2048) if large else (1, 256)))
-    figures: dict[str, Any] = {"rows": rows_of_chunk(config["vocab_size"], place.kind)}
-    for name in ("PyTorch's operators", "installed kernels"):
-        if name == "installed kernels":
-            figures["kernels"] = step.use_kernels()
-        seconds, without = _timed(place, step.whole_pass), _timed(place, step.pass_without_loss)
-        figures[name] = {"seconds": seconds, "without_loss": without, "share": 1 - without / seconds}
-    share = figures["installed kernels"]["share"]
-    return figures, [at_most("the loss's share of a pass", share, 0.15)] if large else []
-
-
 def memory(place: Place) -> tuple[dict[str, Any], list[Check]]:
     """Predicted against allocated and reserved memory, and that of the process, over 12 recipes."""
     cases: list[tuple[dict[str, Any], dict[str, Any], int, int]] = [
@@ -198,32 +182,57 @@ def memory(place: Place) -> tuple[dict[str, Any], list[Check]]:
         (GPT2, {"precision": "bf16", "gradient_checkpointing": True}, 16, 1024),
         (ONE_BILLION, {"precision": "bf16"}, 4, 1024),
     ]  # fmt: skip
-    place.clear()
-    common = {"expandable_segments": uses_expandable_segments(), "context_bytes": context_bytes(place)}
-    recipes = [Recipe(device="cuda", **common, **options) for _, options, _, _ in cases]
-    figures: dict[str, Any] = {}
-    errors: dict[str, list[float]] = {"allocated": [], "reserved": [], "process": []}
-    asked = [(case[0], recipe, case[3]) for case, recipe in zip(cases, recipes, strict=True)]
-    with _predictions(asked) as predictions:
-        for (config, options, rows, sequence), recipe, predict in zip(
-            cases, recipes, predictions, strict=True
-        ):
-            place.clear()
-            true = peaks(place, config, recipe, rows, sequence, 4)
-            predicted = predict().memory(rows, accumulating=True)
-            expected = {
-                "allocated": predicted.peak_allocated_bytes,
-                "reserved": predicted.peak_reserved_bytes,
-                "process": predicted.peak_process_bytes,
-            }
-            name = f"{config['model_type']} {config.get('hidden_size', 768)} {options} {rows} × {sequence}"
-            figures[name] = {"true": true, "predicted": expected}
-            for kind, found in errors.items():
-                found.append(expected[kind] / true[kind] - 1)
+    with _processes() as alone:
+        others = _used()
+        context = alone.submit(_context_alone, place).result() - others
+        common = {"expandable_segments": uses_expandable_segments(), "context_bytes": context}
+        recipes = [Recipe(device="cuda", **common, **options) for _, options, _, _ in cases]
+        asked = [(case[0], recipe, case[3]) for case, recipe in zip(cases, recipes, strict=True)]
+        figures: dict[str, Any] = {"context_bytes": context}
+        errors: dict[str, list[float]] = {"allocated": [], "reserved": [], "process": []}
+        with _predictions(asked) as predictions:
+            for (config, options, rows, sequence), recipe, predict in zip(
+                cases, recipes, predictions, strict=True
+            ):
+                true = alone.submit(peaks, place, config, recipe, rows, sequence, 4).result()
+                true["process"] -= others
+                predicted = predict().memory(rows, accumulating=True)
+                expected = {
+                    "allocated": predicted.peak_allocated_bytes,
+                    "reserved": predicted.peak_reserved_bytes,
+                    "process": predicted.peak_process_bytes,
+                }
+                name = (
+                    f"{config['model_type']} {config.get('hidden_size', 768)} {options} {rows} × {sequence}"
+                )
+                figures[name] = {"true": true, "predicted": expected}
+                for kind, found in errors.items():
+                    found.append(expected[kind] / true[kind] - 1)
     return figures, [
         at_most(f"largest error of {kind} memory", max(map(abs, found)), 0.03)
         for kind, found in errors.items()
     ]
+
+
+@contextmanager
+def _processes() -> Iterator[ProcessPoolExecutor]:
+    """Runs each call in a process of its own, as a trainer is one, which has not used the GPU before."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    with ProcessPoolExecutor(1, mp_context=context, max_tasks_per_child=1) as processes:
+        yield processes
+
+
+def _used() -> int:
+    """Bytes of the GPU that processes use."""
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
+def _context_alone(place: Place) -> int:
+    """Bytes of the GPU in use with this process's context."""
+    context_bytes(place)
+    return _used() - torch.cuda.memory_reserved()
 
 
 Asked = tuple[dict[str, Any], Recipe, int]
@@ -255,35 +264,33 @@ def uses_expandable_segments() -> bool:
 def peaks(
     place: Place, config: dict[str, Any], recipe: Recipe, rows: int, sequence: int, micro_batches: int
 ) -> dict[str, int]:
-    """Bytes at the peak of the second window of a real model on the GPU."""
+    """Bytes at the peak of the windows of a real model on the GPU, after a first one, as a trainer makes for
+    its certificate; `process` includes what other processes use."""
     step = Step(place, config, recipe, rows, sequence)
+    step.window_of(micro_batches)
+    place.wait()
+    begin_steps(place.device)
     for _ in range(2):
-        place.wait()
-        torch.cuda.reset_peak_memory_stats()
         step.window_of(micro_batches)
-    free, total = torch.cuda.mem_get_info()
-    return {
+    place.wait()
+    found = {
         "allocated": torch.cuda.max_memory_allocated(),
         "reserved": torch.cuda.max_memory_reserved(),
-        "process": total - free,
+        "process": _used(),
     }
+    step.release()
+    return found
 
 
 def steps(place: Place) -> tuple[dict[str, Any], list[Check]]:
     """Tokens per second of full fine-tuning of one billion parameters, and of LoRA of eight billion, with
-    PyTorch's operators and with those kernels that are installed (kernels.py)."""
+    PyTorch's operators and with those kernels that are installed (kernels.py); and the loss's share of a
+    pass."""
     figures: dict[str, Any] = {}
     checks = []
-    name = torch.cuda.get_device_name()
-    total = torch.cuda.get_device_properties(0).total_memory
-    for label, config, recipe, rows, bound in (
-        ("full 1B", ONE_BILLION, Recipe(device="cuda", precision="pure_bf16"), 8, _H200_FULL_1B),
-        ("LoRA 8B", EIGHT_BILLION, Recipe(device="cuda", precision="pure_bf16", lora=LORA), 2, _H200_LORA_8B),
-    ):
-        if label == "LoRA 8B" and total < 60 * 2**30:
-            continue
+    for label, config, recipe, rows, sequence, bound in _stepped(place):
         place.clear()
-        step = Step(place, config, recipe, rows, 4096)
+        step = Step(place, config, recipe, rows, sequence)
         flops = 6.0 if recipe.lora is None else 4.0
         count = sum(parameter.numel() for parameter in step.model.parameters())
         for kernels in ("PyTorch's operators", "installed kernels"):
@@ -293,14 +300,32 @@ def steps(place: Place) -> tuple[dict[str, Any], list[Check]]:
             began = time.perf_counter()
             step.window_of(6)
             place.wait()
-            rate = 6 * rows * 4096 / (time.perf_counter() - began)
+            rate = 6 * rows * sequence / (time.perf_counter() - began)
+            whole, without = _timed(place, step.whole_pass), _timed(place, step.pass_without_loss)
             figures[f"{label}, {kernels}"] = {
                 "tokens_per_second": rate, "tflops": flops * count * rate / 1e12, "kernels": used,
+                "loss_share": 1 - without / whole,
             }  # fmt: skip
-        if "H200" in name:
+        step.release()
+        if place.is_gpu and "H200" in torch.cuda.get_device_name():
             checks.append(at_least(f"tokens/s of {label}", rate, bound))
+        if recipe.lora is not None and place.is_gpu:
+            checks.append(at_most(f"the loss's share of a pass of {label}", 1 - without / whole, 0.15))
         del step
     return figures, checks
+
+
+def _stepped(place: Place) -> list[tuple[str, dict[str, Any], Recipe, int, int, float]]:
+    """What `steps` measures: a name, the model, the recipe, rows, tokens of each row, and the least tokens
+    per second on an H200. LoRA only where there is memory for it."""
+    if not place.is_gpu:
+        return [("a small model", _SMALL, Recipe(device="cpu", precision="fp32", lora=LORA), 1, 256, 0.0)]
+    full = Recipe(device="cuda", precision="pure_bf16")
+    lora = Recipe(device="cuda", precision="pure_bf16", lora=LORA)
+    cases = [("full 1B", ONE_BILLION, full, 8, 4096, _H200_FULL_1B)]
+    if torch.cuda.get_device_properties(0).total_memory >= 60 * 2**30:
+        cases.append(("LoRA 8B", EIGHT_BILLION, lora, 2, 4096, _H200_LORA_8B))
+    return cases
 
 
 class Step:
@@ -322,10 +347,14 @@ class Step:
             if recipe.optimizer == "sgd"
             else torch.optim.AdamW(trained, lr=1e-4, fused=True)
         )
-        gradients = gradients_for(parameters, in_fp32=True, host=None)
-        self._window = Window(parameters, optimizer, Clipping(1.0), gradients=gradients)
+        self._gradients = gradients_for(parameters, in_fp32=True, host=None)
+        self._window = Window(parameters, optimizer, Clipping(1.0), gradients=self._gradients)
         self._loss, self._precision, self._place = TokenLoss(self.model), recipe.precision, place
         self._batch = _batch(place, config, rows, sequence)
+
+    def release(self) -> None:
+        """Removes the hooks, which would keep the model in memory."""
+        self._gradients.release()
 
     def use_kernels(self) -> list[str]:
         """Switches on the kernels that a trainer would use, and returns their names."""

@@ -16,7 +16,9 @@ LIMIT = 4 * 2**30
 
 
 def spec_of(**changes: object) -> Spec:
-    return make_spec(data=small_data(), effective_batch_size=16, max_steps=10, save_every=4, **changes)
+    return make_spec(
+        data=small_data(), effective_batch_size=16, max_steps=10, save_every=4, certificate=True, **changes
+    )
 
 
 def on_gpus(

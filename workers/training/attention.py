@@ -27,10 +27,23 @@ def choose_kernels(precision: RunPrecision, *, deterministic: bool) -> None:
     """Chooses the kernels for all attention of this process on a GPU."""
     torch.backends.cuda.enable_cudnn_sdp(False)
     torch.backends.cuda.enable_mem_efficient_sdp(not deterministic)
-    if repeats_heads("cuda", precision):
-        from transformers.integrations import sdpa_attention
+    _set_repeated_heads(repeats_heads("cuda", precision))
 
-        sdpa_attention.use_gqa_in_sdpa = _never
+
+def _set_repeated_heads(repeats: bool) -> None:
+    """Lets transformers' sdpa attention repeat grouped heads, or treat them in its own way."""
+    from transformers.integrations import sdpa_attention
+
+    own = getattr(sdpa_attention.use_gqa_in_sdpa, "own", sdpa_attention.use_gqa_in_sdpa)
+    if not repeats:
+        sdpa_attention.use_gqa_in_sdpa = own
+        return
+
+    def never(*_: object, **__: object) -> bool:
+        return False
+
+    never.own = own  # type: ignore[attr-defined]
+    sdpa_attention.use_gqa_in_sdpa = never
 
 
 def repeats_heads(device: Literal["cpu", "cuda"], precision: RunPrecision) -> bool:
@@ -45,16 +58,11 @@ def heads_repeated(device: Literal["cpu", "cuda"], precision: RunPrecision) -> I
     from transformers.integrations import sdpa_attention
 
     own = sdpa_attention.use_gqa_in_sdpa
-    if repeats_heads(device, precision):
-        sdpa_attention.use_gqa_in_sdpa = _never
+    _set_repeated_heads(repeats_heads(device, precision))
     try:
         yield
     finally:
         sdpa_attention.use_gqa_in_sdpa = own
-
-
-def _never(*_: object, **__: object) -> bool:
-    return False
 
 
 _packed: bool | None = None

@@ -19,8 +19,7 @@ def device_of(plan: Plan, rank: RankPlan, *, deterministic: bool = False) -> tor
         CannotTrain: this torch, or the driver, can use no GPU.
         RuntimeError: the GPU that was there is gone; its message is that of a lost device.
     """
-    if plan.precision == "tf32":
-        torch.set_float32_matmul_precision("high")
+    torch.set_float32_matmul_precision("high" if plan.precision == "tf32" else "highest")
     if plan.device == "cpu":
         if plan.threads:
             torch.set_num_threads(plan.threads)

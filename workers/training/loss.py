@@ -238,8 +238,9 @@ class _ChunkedLoss(torch.autograd.Function):
         to_bias = torch.zeros_like(bias, dtype=wide) if wants_bias and bias is not None else None
         matrix = weight.to(dtype)
         total = torch.zeros((), dtype=wide, device=hidden.device)
-        for start in head.starts(len(hidden)):
-            part = slice(start, start + head.rows)
+        rows = head.rows if fused is None else 2 * head.rows  # with logits in half the bytes
+        for start in head.starts(len(hidden)) if fused is None else range(0, len(hidden), rows):
+            part = slice(start, start + rows)
             states, own = hidden[part].to(dtype), targets[part].unsqueeze(1)
             narrow = F.linear(states, matrix, None if bias is None else bias.to(dtype))
             if fused is not None:
