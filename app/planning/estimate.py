@@ -152,10 +152,10 @@ class ByProfile:
         return max(lines, key=lambda line: line.bytes(rows))
 
     def _reserved_ratio(self, rows: float) -> float:
-        """The ratio of reserved to allocated bytes: 1 on a CPU, on a GPU that of the nearest point."""
+        """The ratio of reserved to allocated bytes: 1 on a CPU, on a GPU interpolated."""
         if self.recipe.device == "cpu":
             return 1.0
-        return min(self.curve.reserved, key=lambda point: abs(point[0] - rows))[1]
+        return interpolated(self.curve.reserved, rows)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
     python -m tests.gpu.acceptance [--device cpu] [--only part …] [--out gpu.json]
 
 It needs torch, transformers, pyarrow and pydantic; no service, no network and no pytest. Results are written
-after each part, so that a run that is cut off leaves what it has measured; `--only` adds parts to those that
+after each check, so that a run that is cut off leaves what it has measured; `--only` adds parts to those that
 the file has from the same day. A line for each check says whether it holds. With `--device cpu`, parts that
 need CUDA are reported as not run, and the others run on small models, which shows that they work.
 """
@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -28,7 +28,8 @@ from tests.gpu.checks import Check, Place
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 
-Part = Callable[[Place], tuple[dict[str, Any], list[Check]]]
+Part = Callable[[Place, dict[str, Any]], Iterator[Check]]
+"""Measures something: adds figures to a dictionary, and yields each check as soon as it was made."""
 
 
 @dataclass(frozen=True)
@@ -64,14 +65,28 @@ def accept(place: Place, parts: tuple[Entry, ...], out: Path | None) -> list[Che
         "torch": torch.__version__,
     }
     result["parts"] = _known_parts(result, out)
+
+    def write() -> None:
+        if out is not None:
+            out.write_text(json.dumps(result, indent=1, default=str) + "\n")
+
     for part in parts:
         if part.on == "cuda" and place.kind == "cpu":
             print(f"-- {part.name}: not run, needs CUDA", flush=True)
             result["parts"][part.name] = "not run: needs CUDA"
-        else:
-            result["parts"][part.name] = _result_of(part, place, checks)
-        if out is not None:
-            out.write_text(json.dumps(result, indent=1, default=str) + "\n")
+            write()
+            continue
+        print(f"-- {part.name}", flush=True)
+        own = result["parts"][part.name] = {"seconds": 0.0, "figures": {}, "checks": []}
+        began = time.perf_counter()
+        for check in _checks_of(part, place, own["figures"]):
+            print(f"   {check.line}", flush=True)
+            checks.append(check)
+            own["checks"].append(asdict(check))
+            own["seconds"] = round(time.perf_counter() - began, 1)
+            write()
+        own["seconds"] = round(time.perf_counter() - began, 1)
+        write()
         place.clear()
     return checks
 
@@ -86,21 +101,13 @@ def _known_parts(now: dict[str, Any], out: Path | None) -> dict[str, Any]:
     return parts
 
 
-def _result_of(part: Entry, place: Place, checks: list[Check]) -> dict[str, Any]:
-    """Runs a part, and adds its checks to the others."""
-    print(f"-- {part.name}", flush=True)
-    began = time.perf_counter()
+def _checks_of(part: Entry, place: Place, figures: dict[str, Any]) -> Iterator[Check]:
+    """The checks of a part; the last one says so if the part failed."""
     try:
-        figures, found = part.run(place)
+        yield from part.run(place, figures)
     except Exception as error:
         traceback.print_exc()
-        message = f"{type(error).__name__}: {error}"
-        figures, found = {}, [Check(f"{part.name} runs", message, "runs", False)]
-    checks += found
-    for check in found:
-        print(f"   {check.line}", flush=True)
-    seconds = round(time.perf_counter() - began, 1)
-    return {"seconds": seconds, "figures": figures, "checks": [asdict(check) for check in found]}
+        yield Check(f"{part.name} runs", f"{type(error).__name__}: {error}", "runs", False)
 
 
 def main(arguments: list[str] | None = None) -> int:

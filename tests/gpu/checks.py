@@ -3,7 +3,10 @@
 import gc
 import hashlib
 import json
-from collections.abc import Sequence
+import multiprocessing
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -142,6 +145,15 @@ class Place:
             for rank in plan.ranks
         )
         return plan.model_copy(update={"device": "cuda", "threads": None, "ranks": ranks})
+
+
+@contextmanager
+def processes() -> Iterator[ProcessPoolExecutor]:
+    """Runs each call in a process of its own, as a trainer is one, which has not used the GPU before."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.gpu.runs", "transformers.models.llama.modeling_llama", "peft"])
+    with ProcessPoolExecutor(1, mp_context=context, max_tasks_per_child=1) as made:
+        yield made
 
 
 def texts_of(lengths: Sequence[int]) -> list[str]:

@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from itertools import product
 from statistics import median
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -19,7 +19,7 @@ from app.contract.memory_profile import Recipe
 from app.contract.model_reference import LoraSpec
 from app.contract.spec import RunPrecision
 from app.planning.estimate import ByProfile
-from tests.gpu.checks import Check, Place, at_least, at_most
+from tests.gpu.checks import Check, Place, at_least, at_most, processes
 from tests.harness.specs import make_spec
 from workers.training import attention as kernels_of_attention
 from workers.training import model as models
@@ -73,16 +73,16 @@ _H200_LORA_8B, _H200_FULL_1B = 12_500.0, 45_000.0
 """Tokens per second that the issue asks for on an H200."""
 
 
-def environment(place: Place) -> tuple[dict[str, Any], list[Check]]:
+def environment(place: Place, figures: dict[str, Any]) -> Iterator[Check]:
     """Versions, and whether CUDA is what a trainer expects."""
-    figures: dict[str, Any] = {"torch": torch.__version__, "threads": torch.get_num_threads()}
+    figures |= {"torch": torch.__version__, "threads": torch.get_num_threads()}
     for name in _PACKAGES:
         try:
             figures[name] = version(name)
         except PackageNotFoundError:
             figures[name] = None
     if not place.is_gpu:
-        return figures, []
+        return
     properties = torch.cuda.get_device_properties(0)
     figures |= {
         "name": properties.name, "memory_bytes": properties.total_memory, "cuda": torch.version.cuda,
@@ -90,14 +90,12 @@ def environment(place: Place) -> tuple[dict[str, Any], list[Check]]:
         "bf16": torch.cuda.is_bf16_supported(),
     }  # fmt: skip
     figures["context_bytes"] = context_bytes(place)
-    return figures, [Check("bf16", str(figures["bf16"]), "True", figures["bf16"])]
+    yield Check("bf16", str(figures["bf16"]), "True", figures["bf16"])
 
 
-def attention(place: Place) -> tuple[dict[str, Any], list[Check]]:
+def attention(place: Place, figures: dict[str, Any]) -> Iterator[Check]:
     """Which kernel runs, by precision, grouped heads and mask; and what the second call costs at 50 shapes,
     since micro-batches rarely have the same shape twice."""
-    figures: dict[str, Any] = {}
-    checks = []
     lengths = range(64, 64 + 50 * 8, 8) if place.is_gpu else range(16, 36, 4)
     precisions: tuple[RunPrecision, ...] = ("fp32", "bf16")
     for precision, grouped, masked in product(precisions, (False, True), (False, True)):
@@ -116,8 +114,7 @@ def attention(place: Place) -> tuple[dict[str, Any], list[Check]]:
         if place.is_gpu and not masked:
             used = " ".join(figures[name]["kernels"])
             wanted = "flash" if precision == "bf16" else "efficient"
-            checks.append(Check(f"kernel for {name}", used or "none seen", wanted, wanted in used))
-    return figures, checks
+            yield Check(f"kernel for {name}", used or "none seen", wanted, wanted in used)
 
 
 def _attention_call(
@@ -166,61 +163,63 @@ def context_bytes(place: Place) -> int:
     return total - free - torch.cuda.memory_reserved()
 
 
-def memory(place: Place) -> tuple[dict[str, Any], list[Check]]:
+class Case(NamedTuple):
+    """A model and a recipe whose memory is measured."""
+
+    config: dict[str, Any]
+    options: dict[str, Any]
+    """Fields of the recipe."""
+    rows: int
+    sequence: int
+
+    @property
+    def name(self) -> str:
+        model = f"{self.config['model_type']} {self.config.get('hidden_size', 768)}"
+        return f"{model} {self.options} {self.rows} × {self.sequence}"
+
+
+RECIPES = (
+    Case(LLAMA, {"precision": "bf16"}, 4, 1024),
+    Case(LLAMA, {"precision": "bf16"}, 16, 512),
+    Case(LLAMA, {"precision": "bf16", "gradient_checkpointing": True}, 16, 1024),
+    Case(LLAMA, {"precision": "bf16", "lora": LORA}, 8, 1024),
+    Case(LLAMA, {"precision": "bf16", "lora": LORA, "gradient_checkpointing": True}, 16, 1024),
+    Case(LLAMA, {"precision": "pure_bf16"}, 8, 1024),
+    Case(LLAMA, {"precision": "fp32"}, 4, 1024),
+    Case(LLAMA, {"precision": "fp16"}, 8, 512),
+    Case(LLAMA, {"precision": "bf16", "optimizer": "sgd"}, 8, 1024),
+    Case(GPT2, {"precision": "bf16"}, 8, 1024),
+    Case(GPT2, {"precision": "bf16", "gradient_checkpointing": True}, 16, 1024),
+    Case(ONE_BILLION, {"precision": "bf16"}, 4, 1024),
+)
+
+
+def memory(place: Place, figures: dict[str, Any]) -> Iterator[Check]:
     """Predicted against allocated and reserved memory, and that of the process, over 12 recipes."""
-    cases: list[tuple[dict[str, Any], dict[str, Any], int, int]] = [
-        (LLAMA, {"precision": "bf16"}, 4, 1024),
-        (LLAMA, {"precision": "bf16"}, 16, 512),
-        (LLAMA, {"precision": "bf16", "gradient_checkpointing": True}, 16, 1024),
-        (LLAMA, {"precision": "bf16", "lora": LORA}, 8, 1024),
-        (LLAMA, {"precision": "bf16", "lora": LORA, "gradient_checkpointing": True}, 16, 1024),
-        (LLAMA, {"precision": "pure_bf16"}, 8, 1024),
-        (LLAMA, {"precision": "fp32"}, 4, 1024),
-        (LLAMA, {"precision": "fp16"}, 8, 512),
-        (LLAMA, {"precision": "bf16", "optimizer": "sgd"}, 8, 1024),
-        (GPT2, {"precision": "bf16"}, 8, 1024),
-        (GPT2, {"precision": "bf16", "gradient_checkpointing": True}, 16, 1024),
-        (ONE_BILLION, {"precision": "bf16"}, 4, 1024),
-    ]  # fmt: skip
-    with _processes() as alone:
+    with processes() as alone:
         others = _used()
         context = alone.submit(_context_alone, place).result() - others
         common = {"expandable_segments": uses_expandable_segments(), "context_bytes": context}
-        recipes = [Recipe(device="cuda", **common, **options) for _, options, _, _ in cases]
-        asked = [(case[0], recipe, case[3]) for case, recipe in zip(cases, recipes, strict=True)]
-        figures: dict[str, Any] = {"context_bytes": context}
+        recipes = [Recipe(device="cuda", **common, **case.options) for case in RECIPES]
+        asked = [(case.config, recipe, case.sequence) for case, recipe in zip(RECIPES, recipes, strict=True)]
+        figures["context_bytes"] = context
         errors: dict[str, list[float]] = {"allocated": [], "reserved": [], "process": []}
         with _predictions(asked) as predictions:
-            for (config, options, rows, sequence), recipe, predict in zip(
-                cases, recipes, predictions, strict=True
-            ):
-                true = alone.submit(peaks, place, config, recipe, rows, sequence, 4).result()
+            for case, recipe, predict in zip(RECIPES, recipes, predictions, strict=True):
+                job = (place, case.config, recipe, case.rows, case.sequence, 4)
+                true = alone.submit(peaks, *job).result()
                 true["process"] -= others
-                predicted = predict().memory(rows, accumulating=True)
+                predicted = predict().memory(case.rows, accumulating=True)
                 expected = {
                     "allocated": predicted.peak_allocated_bytes,
                     "reserved": predicted.peak_reserved_bytes,
                     "process": predicted.peak_process_bytes,
                 }
-                name = (
-                    f"{config['model_type']} {config.get('hidden_size', 768)} {options} {rows} × {sequence}"
-                )
-                figures[name] = {"true": true, "predicted": expected}
+                figures[case.name] = {"true": true, "predicted": expected}
                 for kind, found in errors.items():
                     found.append(expected[kind] / true[kind] - 1)
-    return figures, [
-        at_most(f"largest error of {kind} memory", max(map(abs, found)), 0.03)
-        for kind, found in errors.items()
-    ]
-
-
-@contextmanager
-def _processes() -> Iterator[ProcessPoolExecutor]:
-    """Runs each call in a process of its own, as a trainer is one, which has not used the GPU before."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    with ProcessPoolExecutor(1, mp_context=context, max_tasks_per_child=1) as processes:
-        yield processes
+    for kind, found in errors.items():
+        yield at_most(f"largest error of {kind} memory", max(map(abs, found)), 0.03)
 
 
 def _used() -> int:
@@ -282,12 +281,10 @@ def peaks(
     return found
 
 
-def steps(place: Place) -> tuple[dict[str, Any], list[Check]]:
+def steps(place: Place, figures: dict[str, Any]) -> Iterator[Check]:
     """Tokens per second of full fine-tuning of one billion parameters, and of LoRA of eight billion, with
     PyTorch's operators and with those kernels that are installed (kernels.py); and the loss's share of a
     pass."""
-    figures: dict[str, Any] = {}
-    checks = []
     for label, config, recipe, rows, sequence, bound in _stepped(place):
         place.clear()
         step = Step(place, config, recipe, rows, sequence)
@@ -308,11 +305,10 @@ def steps(place: Place) -> tuple[dict[str, Any], list[Check]]:
             }  # fmt: skip
         step.release()
         if place.is_gpu and "H200" in torch.cuda.get_device_name():
-            checks.append(at_least(f"tokens/s of {label}", rate, bound))
+            yield at_least(f"tokens/s of {label}", rate, bound)
         if recipe.lora is not None and place.is_gpu:
-            checks.append(at_most(f"the loss's share of a pass of {label}", 1 - without / whole, 0.15))
+            yield at_most(f"the loss's share of a pass of {label}", 1 - without / whole, 0.15)
         del step
-    return figures, checks
 
 
 def _stepped(place: Place) -> list[tuple[str, dict[str, Any], Recipe, int, int, float]]:

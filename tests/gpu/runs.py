@@ -5,6 +5,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,17 @@ import torch
 from app.contract.model_reference import LoraSpec
 from app.contract.plan import FixedSize, TokenBudget
 from app.contract.spec import MethodSpec, RunPrecision
-from tests.gpu.checks import Check, Place, at_least, at_most, events_of, log_of, spec_with, train
+from tests.gpu.checks import (
+    Check,
+    Place,
+    at_least,
+    at_most,
+    events_of,
+    log_of,
+    processes,
+    spec_with,
+    train,
+)
 from tests.harness.specs import make_optimizer, make_schedule
 from workers.run_directory import RunDirectory
 
@@ -34,7 +45,7 @@ def _llama(layers: int, width: int, **changes: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def throughput(place: Place) -> tuple[dict[str, Any], list[Check]]:
+def throughput(place: Place, figures: dict[str, Any]) -> Iterator[Check]:
     """Samples per second beside transformers' Trainer, at a fixed length and at lengths like Alpaca's, in
     turns."""
     config = _llama(16, 1024, vocab_size=32000) if place.is_gpu else _llama(2, 128)
@@ -44,8 +55,6 @@ def throughput(place: Place) -> tuple[dict[str, Any], list[Check]]:
     random = np.random.default_rng(11)
     alike = np.clip(random.lognormal(4.3, 0.6, count), 8, 900 if place.is_gpu else 200).astype(int).tolist()
     cases = {"fixed": [510 if place.is_gpu else 62] * count, "like Alpaca's": alike}
-    figures: dict[str, Any] = {}
-    checks = []
     for name, lengths in cases.items():
         ours: list[float] = []
         theirs: dict[int, list[float]] = {8: [], 32: []}
@@ -62,8 +71,7 @@ def throughput(place: Place) -> tuple[dict[str, Any], list[Check]]:
         figures[name] = {"accrue": ours, "trainer": theirs, "last_run": _summary(place, name_of_run)}
         bound = 1.0 if name == "fixed" else 1.3
         if place.is_gpu:
-            checks.append(at_least(f"speed relative to Trainer, {name} lengths", max(ours) / best, bound))
-    return figures, checks
+            yield at_least(f"speed relative to Trainer, {name} lengths", max(ours) / best, bound)
 
 
 def _summary(place: Place, name: str) -> dict[str, Any]:
@@ -138,7 +146,7 @@ def _theirs(place: Place, model: Path, lengths: list[int], rows: int, precision:
     return _EFFECTIVE_BATCH * (len(times.ended) - 1) / (times.ended[-1] - times.ended[0])
 
 
-def reads(place: Place) -> tuple[dict[str, Any], list[Check]]:
+def reads(place: Place, figures: dict[str, Any]) -> Iterator[Check]:
     """How often the host waits for the device in each window, by PyTorch's own count: those of a long run
     less those of a short one, since loading and saving wait too."""
     waits: list[Counter[str]] = []
@@ -164,14 +172,13 @@ def reads(place: Place) -> tuple[dict[str, Any], list[Check]]:
         micro_batches.append(log_of(run)[-1]["micro_step"])
     short, long = waits
     in_windows, count = long - short, micro_batches[1] - micro_batches[0]
-    figures = {"in_windows": dict(in_windows), "micro_batches": count, "others": dict(short)}
-    return figures, [at_most("waits per micro-batch", in_windows.total() / count, 1.0)]
+    figures |= {"in_windows": dict(in_windows), "micro_batches": count, "others": dict(short)}
+    yield at_most("waits per micro-batch", in_windows.total() / count, 1.0)
 
 
-def resume(place: Place) -> tuple[dict[str, Any], list[Check]]:
+def resume(place: Place, figures: dict[str, Any]) -> Iterator[Check]:
     """A stopped run beside one that was not: bit-identical where kernels are deterministic, as on a CPU;
     otherwise the difference of the weights is reported."""
-    figures, checks = {}, []
     for deterministic in (False, True):
         spec = spec_with(max_steps=12, certificate=False, deterministic=deterministic, precision="bf16")
         precision: RunPrecision = "bf16" if place.is_gpu else "fp32"
@@ -185,9 +192,8 @@ def resume(place: Place) -> tuple[dict[str, Any], list[Check]]:
         difference = _difference(whole.model, stopped.model)
         figures[name] = difference
         exact = deterministic or not place.is_gpu
-        checks.append(at_most(f"difference after a resume, {name}", difference, 0.0 if exact else 1e-2))
+        yield at_most(f"difference after a resume, {name}", difference, 0.0 if exact else 1e-2)
         place.clear()
-    return figures, checks
 
 
 def _difference(one: Path, other: Path) -> float:
@@ -199,13 +205,12 @@ def _difference(one: Path, other: Path) -> float:
     return float((apart / sum(float(weight.double().square().sum()) for weight in second.values())) ** 0.5)
 
 
-def certificates(place: Place) -> tuple[dict[str, Any], list[Check]]:
+def certificates(place: Place, figures: dict[str, Any]) -> Iterator[Check]:
     """The certificate's error over depth and precision: none may fail, and none may come near failing."""
     depths = (2, 8, 24) if place.is_gpu else (2, 6)
     precisions: tuple[RunPrecision, ...] = (
         ("fp32", "tf32", "bf16", "fp16") if place.is_gpu else ("fp32", "bf16")
     )
-    figures, checks = {}, []
     for depth in depths:
         model = place.model(f"depth-{depth}", _llama(depth, 256))
         for precision in precisions:
@@ -220,11 +225,10 @@ def certificates(place: Place) -> tuple[dict[str, Any], list[Check]]:
             (event,) = events_of(run, "certificate")
             error = float(event["data"]["gradient_error"])
             figures[name] = {**event["data"], "seconds": time.perf_counter() - began}
-            checks.append(at_most(f"certificate, {name}", error, _TOLERANCE[precision]))
-    return figures, checks
+            yield at_most(f"certificate, {name}", error, _TOLERANCE[precision])
 
 
-def features(place: Place) -> tuple[dict[str, Any], list[Check]]:
+def features(place: Place, figures: dict[str, Any]) -> Iterator[Check]:
     """Five steps with each feature; the loss must be finite, and what is not installed is left out."""
     lora, qlora = MethodSpec(name="lora", lora=LORA), MethodSpec(name="qlora", lora=LORA)
     cases: dict[str, tuple[RunPrecision, dict[str, Any]]] = {
@@ -247,8 +251,7 @@ def features(place: Place) -> tuple[dict[str, Any], list[Check]]:
             "fp16": ("fp16", {"precision": "fp16"}),
             "tf32": ("tf32", {"precision": "tf32"}),
         }
-        if find_spec("liger_kernel"):
-            cases["liger-kernel"] = ("bf16", {"kernels": "auto"})
+        cases[_KERNELS] = ("bf16", {"kernels": "auto"})
         if find_spec("bitsandbytes"):
             cases["qlora"] = ("bf16", {"method": qlora})
             cases["adamw_8bit"] = ("bf16", {"optimizer": make_optimizer("adamw_8bit")})
@@ -256,34 +259,49 @@ def features(place: Place) -> tuple[dict[str, Any], list[Check]]:
     if find_spec("pytorch_optimizer"):
         cases["lion"] = ("bf16", {"optimizer": make_optimizer("lion")})
     model = place.model("features", _llama(2, 128))
-    figures, checks = {}, []
     for name, (precision, changes) in cases.items():
-        folder = f"feature-{name.replace(' ', '-')}"
         began = time.perf_counter()
         try:
-            run = place.run(folder, spec_with(max_steps=5, **changes), model=model, precision=precision)
-            train(run)
-            losses = [line["loss"] for line in log_of(run)]
-            ends = len(losses) == 5 and all(np.isfinite(losses))
-            used = [event["data"]["used"] for event in events_of(run, "kernels")]
-            ends = ends and (name != "liger-kernel" or (bool(used) and all(used)))
-            checks.append(Check(name, f"{losses[-1]:.4f}", "5 finite losses", bool(ends)))
-            if name == "bf16" and place.is_gpu:
-                unpadded = bool(events_of(run, "unpadded"))
-                checks.append(Check("samples are not padded", str(unpadded), "True", unpadded))
-            figures[name] = {"losses": losses, "seconds": time.perf_counter() - began}
-            if messages := [event["message"] for event in events_of(run, "kernels")]:
-                figures[name]["kernels"] = messages
-        except Exception as error:
-            checks.append(
-                Check(name, f"{type(error).__name__}: {str(error)[:200]}", "5 finite losses", False)
+            asked = (place, f"feature-{name.replace(' ', '-')}", model, precision, changes)
+            if name == "compile":  # in a process in which no kernels of other packages were used
+                with processes() as alone:
+                    found = alone.submit(_five_steps, *asked).result()
+            else:
+                found = _five_steps(*asked)
+            losses, used, unpadded = found["losses"], found["used"], found["unpadded"]
+            yield Check(
+                name, f"{losses[-1]:.4f}", "5 finite losses", len(losses) == 5 and all(np.isfinite(losses))
             )
-        shutil.rmtree(place.folder / folder, ignore_errors=True)
+            if name == _KERNELS:
+                yield Check("kernels that are used", str(used), "all", bool(used) and all(used))
+                yield Check("samples are not padded", str(unpadded), "True", unpadded)
+            figures[name] = {**found, "seconds": time.perf_counter() - began}
+        except Exception as error:
+            yield Check(name, f"{type(error).__name__}: {str(error)[:200]}", "5 finite losses", False)
         place.clear()
-    return figures, checks
 
 
-def out_of_memory(place: Place) -> tuple[dict[str, Any], list[Check]]:
+_KERNELS = "installed kernels"
+
+
+def _five_steps(
+    place: Place, folder: str, model: Path, precision: RunPrecision, changes: dict[str, Any]
+) -> dict[str, Any]:
+    """The losses of five steps, and which kernels of other packages were used."""
+    run = place.run(folder, spec_with(max_steps=5, **changes), model=model, precision=precision)
+    train(run)
+    kernels = events_of(run, "kernels")
+    found = {
+        "losses": [line["loss"] for line in log_of(run)],
+        "used": [event["data"]["used"] for event in kernels],
+        "messages": [event["message"] for event in kernels],
+        "unpadded": bool(events_of(run, "unpadded")),
+    }
+    shutil.rmtree(run.path, ignore_errors=True)
+    return found
+
+
+def out_of_memory(place: Place, figures: dict[str, Any]) -> Iterator[Check]:
     """A run whose planned micro-batch does not fit under a cap: it must go on with smaller ones, and train
     the same."""
     model = place.model("memory", _llama(4, 512, vocab_size=32000))
@@ -298,7 +316,6 @@ def out_of_memory(place: Place) -> tuple[dict[str, Any], list[Check]]:
     train(capped)
     failures = len(events_of(capped, "out_of_memory"))
     difference = _difference(free.model, capped.model)
-    return {"failures": failures, "peak_bytes": used, "difference": difference}, [
-        at_least("replays after running out of memory", float(failures), 1.0),
-        at_most("difference of the weights", difference, 1e-2),
-    ]
+    figures |= {"failures": failures, "peak_bytes": used, "difference": difference}
+    yield at_least("replays after running out of memory", float(failures), 1.0)
+    yield at_most("difference of the weights", difference, 1e-2)

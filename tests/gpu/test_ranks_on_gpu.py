@@ -7,7 +7,7 @@ import torch
 
 from app.contract.spec import Spec, Strategy
 from tests.harness.runs import create_run, log_of, small_data, with_ranks
-from tests.harness.specs import make_spec
+from tests.harness.specs import make_schedule, make_spec
 from tests.harness.training import events_of_kind, finished, weight_difference
 from workers.run_directory import RunDirectory
 
@@ -17,8 +17,9 @@ LIMIT = 4 * 2**30
 
 def spec_of(**changes: object) -> Spec:
     return make_spec(
-        data=small_data(), effective_batch_size=16, max_steps=10, save_every=4, certificate=True, **changes
-    )
+        data=small_data(), effective_batch_size=16, max_steps=10, save_every=4, certificate=True,
+        schedule=make_schedule("constant"), **changes,
+    )  # fmt: skip
 
 
 def on_gpus(

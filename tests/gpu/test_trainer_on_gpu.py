@@ -160,7 +160,8 @@ def test_a_window_that_does_not_fit_is_replayed_in_smaller_micro_batches() -> No
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_our_code_does_not_synchronise_within_a_window(dtype: torch.dtype) -> None:
-    """PyTorch itself warns where the host waits; only transformers' search for packed rows may wait."""
+    """PyTorch itself warns where the host waits; only transformers' search for packed rows may wait, and what
+    runs outside of our code."""
     import traceback
     import warnings
 
@@ -193,5 +194,7 @@ def test_our_code_does_not_synchronise_within_a_window(dtype: torch.dtype) -> No
         finally:
             torch.cuda.set_sync_debug_mode("default")
     keep(f"waits_{dtype}", {"of transformers": len(waits) / len(batches)})
-    assert [wait for wait in waits if not wait[0]] == []
+    assert [
+        place for is_of_transformers, place in waits if not is_of_transformers and place != "elsewhere"
+    ] == []
     assert window.close().applied

@@ -28,7 +28,9 @@ _CHECKED_ROWS = 1
 """One row alone: a tensor of a single row needs no copy to become contiguous, so the step makes other
 allocations than with several rows."""
 
-_RESERVED_ROWS = 4
+_RESERVED_ROWS = (2, 4, 8, 16, 32, 64, 128, 256)
+"""Rows for which the caching allocator is simulated. Its segments grow by whole pages, so that with few rows
+it holds relatively more than is allocated."""
 _MIN_UNIT = 10
 
 _SAMPLES = ((2, Chunks(768, 384)), (3, Chunks(896, 512)))
@@ -171,10 +173,11 @@ def _rows_to_evaluate(start: float) -> Iterator[float]:
 def _reserved(ways: Sequence[tuple[_StepVariant, Range]], recipe: Recipe) -> tuple[tuple[int, float], ...]:
     """The ratio of reserved to allocated memory of the caching allocator, at few rows and at many."""
     if recipe.device == "cpu":
-        return ((_RESERVED_ROWS, 1.0),)
+        return ((_RESERVED_ROWS[0], 1.0),)
     found = []
-    for rows in (_RESERVED_ROWS, _RESERVED_ROWS * max(_RESERVED_ROWS, int(ways[-1][1].rows) + 1)):
-        way, within = next(each for each in reversed(ways) if each[1].rows <= rows)
+    most = 4 * (int(ways[-1][1].rows) + 1)
+    for rows in (*_RESERVED_ROWS, *([most] if most > _RESERVED_ROWS[-1] else [])):
+        way, within = next((each for each in reversed(ways) if each[1].rows <= rows), ways[0])
         tape = tape_at(way.tape, way.known, within, rows)
         found.append((rows, _reserved_ratio(tape, recipe)))
     return tuple(found)
