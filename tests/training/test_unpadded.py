@@ -176,6 +176,8 @@ class Config:
         ({"layer_types": ["linear_attention", "full_attention"]}, 10, False),
         ({"attention_chunk_size": 8192}, 10, False),
         ({"attn_logit_softcapping": 50.0}, 10, False),
+        ({"attn_pdrop": 0.1}, 10, False),
+        ({"attention_dropout": 0.0}, 10, True),
     ],
     ids=str,
 )

@@ -17,13 +17,15 @@ NAME = "accrue_varlen"
 _CAUSAL_LAYERS = {"full_attention", "sliding_attention"}
 """Types of layers whose attention is plainly causal, as long as a sample is not longer than the window."""
 
+_DROPOUTS = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
+
 _WIDEST_HEAD = 256
 _HEAD_MULTIPLE = 8
 """What the kernel supports."""
 
 
 def suits(config: Any, longest: int) -> bool:
-    """Whether the attention of all layers of a model is plainly causal within samples.
+    """Whether the attention of all layers of a model is plainly causal within samples, without dropout.
 
     Args:
         config: the model's config.
@@ -33,6 +35,8 @@ def suits(config: Any, longest: int) -> bool:
     if not set(getattr(text, "layer_types", None) or ()) <= _CAUSAL_LAYERS:
         return False
     if getattr(text, "attention_chunk_size", None) or getattr(text, "attn_logit_softcapping", None):
+        return False
+    if any(getattr(text, name, None) for name in _DROPOUTS):
         return False
     window = getattr(text, "sliding_window", None)
     return window is None or longest <= window
