@@ -80,7 +80,7 @@ class Position:
     checkpoint_step: int = 0
     skipped: int = 0
     tuning: dict[str, Any] | None = None
-    """This attempt's sweep over micro-batches (app.contract.reports.Tuning)."""
+    """What this attempt measured of micro-batch sizes (app.contract.reports.Tuning)."""
     sums: Sums | None = None
     """The sums so far, or None if they must be recomputed."""
     window: WindowProgress | None = None

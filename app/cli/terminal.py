@@ -117,7 +117,7 @@ def wait_for(client: Client, job_id: str, doing: str, *, quiet: bool = False) ->
 
 
 def show_tuning(job: dict[str, Any]) -> int:
-    """Shows what a sweep over micro-batch sizes found. Returns 0 if the job succeeded."""
+    """Shows what a tuning run found. Returns 0 if the job succeeded."""
     if job["status"] != "succeeded":
         return _show_end(job)
     tuning = job["result"]["tuning"]

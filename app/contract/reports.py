@@ -234,8 +234,9 @@ class MeasuredSize(Frozen):
 
 
 class Tuning(Frozen):
-    """What a sweep, or trials while training, measured of several micro-batch sizes. A sweep chooses the
-    smallest size that is about as fast as the fastest; trials keep a size that is faster by a margin."""
+    """What a tuning run, or trials while training, measured of several micro-batch sizes. A tuning run
+    chooses the smallest size that is about as fast as the fastest; trials keep a size that is faster by a
+    margin."""
 
     token_budget: TokenCount
     """The chosen token budget."""

@@ -90,8 +90,8 @@ def note_run(session: Session, subject: Subject) -> None:
 
 
 def record_tuning(session: Session, subject: Subject, tuning: Tuning) -> None:
-    """Stores what a sweep measured for each size, or what was tried while training, which replaces what the
-    job tried before."""
+    """Stores what a tuning run measured for each size, or what was tried while training, which replaces what
+    the job tried before."""
     earlier = delete(Measurement).where(
         Measurement.job_id == subject.job.id,
         Measurement.attempt == subject.job.attempt,
@@ -130,7 +130,8 @@ def points(session: Session, architecture: str, key: str, device_name: str | Non
 
 
 def throughput(session: Session, key: str, device_name: str | None) -> Throughput | None:
-    """Throughput from the newest sweep on such a device, else from the newest job; None without either."""
+    """Throughput from the newest tuning run on such a device, else from the newest job; None without
+    either."""
     own = select(Measurement).where(
         Measurement.key == key,
         Measurement.device_name == device_name,

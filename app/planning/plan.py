@@ -72,7 +72,7 @@ def make_plan(
         predicted: false for a worker's own plan, for the device that it has.
     """
     most, sample_length = spec.data.max_length, sample_length or spec.data.max_length
-    if sample_length < most:  # a sweep from before the samples were measured is of use, too
+    if sample_length < most:  # a tuning run from before the samples were measured is of use, too
         swept = known.throughput
         known = replace(known, throughput=lambda recipe, length: swept(recipe, length) or swept(recipe, most))
     solution = _solved(spec, devices, known, sample_length)

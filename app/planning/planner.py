@@ -8,7 +8,7 @@ functions: what was measured or simulated comes in as `PlannerEvidence`.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from math import ceil
+from math import ceil, inf
 
 from app.contract.architecture import Architecture
 from app.contract.memory_profile import Recipe
@@ -32,8 +32,8 @@ DEFAULT_EFFECTIVE_BATCH = 32
 """The largest effective batch, in samples, if a question gives none."""
 
 _BUDGET_STEP = 64
-"""Token budgets are rounded up to multiples of this: a sweep reports the tokens of its largest micro-batch,
-which are slightly fewer than the budget that limited it."""
+"""Token budgets are rounded up to multiples of this: a tuning run reports the tokens of its largest
+micro-batch, which are slightly fewer than the budget that limited it."""
 
 _MAX_EXTRAPOLATION = 2
 """No rate is predicted for micro-batches more than this many times as large as the largest measured one."""
@@ -73,7 +73,7 @@ class Question:
     constant_batch: bool = True
     """Whether every window has that many samples; false: the effective batch grows during training."""
     tunes: bool = False
-    """Whether a sweep will choose the micro-batch, up to a token budget."""
+    """Whether a tuning run will choose the micro-batch, up to a token budget."""
     shrink_to_fit: bool = False
     """Replace a requested micro-batch that is predicted not to fit by the largest that does."""
     at_most: int | None = None
@@ -303,8 +303,16 @@ def _planned(
     if question.constant_batch and not question.tunes and sum(useful) < batch <= sum(alone):
         sizes = [MicroBatches(share, 1) if share else NO_MICRO_BATCH for share in shares(batch, alone)]
         return [FixedCount(micro_batches=1)] * len(sizes), sizes
-    budgets: list[MicroBatchRule] = [TokenBudget(tokens=capacity.useful_tokens) for capacity in capacities]
+    whole = max(_LEAST_BUDGET, batch * question.sequence) if question.constant_batch else inf
+    budgets: list[MicroBatchRule] = [
+        TokenBudget(tokens=int(min(capacity.useful_tokens, whole))) for capacity in capacities
+    ]
     return budgets, split_over(batch, useful)
+
+
+_LEAST_BUDGET = 4096
+"""A token budget is not limited to a whole batch below this: it also tells what a micro-batch is assumed to
+cost besides its tokens."""
 
 
 def _default_batch(micro_batch: int, devices: int) -> int:

@@ -218,7 +218,7 @@ def _micro_batch(situation: Situation, micro: int) -> Recommendation:
     if micro == situation.useful and micro < situation.micro_batch:
         return Recommendation(
             value=micro,
-            why="a sweep on this kind of device measured no gain from larger micro-batches (up to "
+            why="a tuning run on this kind of device measured no gain from larger micro-batches (up to "
             f"{situation.micro_batch} full-length samples would fit), so use this size and more accumulation "
             "steps. If you let the planner split the batch, it puts more samples than this into a "
             "micro-batch when they are short",

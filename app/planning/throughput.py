@@ -30,7 +30,8 @@ def cpu_tokens(hidden_size: int | None) -> int:
 
 @dataclass(frozen=True)
 class Throughput:
-    """Tokens per second without padding, by the tokens of a micro-batch, from one sweep on one device."""
+    """Tokens per second without padding, by the tokens of a micro-batch, from one tuning run on one
+    device."""
 
     points: tuple[tuple[int, float], ...]
     """Pairs of tokens and speed by increasing tokens; at least one."""
@@ -59,7 +60,7 @@ def useful_tokens(
 ) -> int:
     """Tokens of a micro-batch beyond which throughput does not grow.
 
-    One size shows no trend, and a sweep whose largest size was fastest does not show where growth ends.
+    One size shows no trend, and a tuning run whose largest size was fastest does not show where growth ends.
 
     Args:
         most: what memory allows.

@@ -2,10 +2,11 @@
 
     python -m tests.gpu.acceptance [--device cpu] [--only part …] [--out gpu.json]
 
-It needs torch, transformers, pyarrow and pydantic; no service, no network and no pytest. Results are written
-after each check, so that a run that is cut off leaves what it has measured; `--only` adds parts to those that
-the file has from the same day. A line for each check says whether it holds. With `--device cpu`, parts that
-need CUDA are reported as not run, and the others run on small models, which shows that they work.
+It needs torch, transformers, peft, accelerate, pyarrow and pydantic; no service, network or pytest. Results
+are written after each check, so that a run that is cut off leaves what it has measured; `--only` adds parts
+to those that the file has from the same day. A line for each check says whether it holds. With
+`--device cpu`, parts that need CUDA are reported as not run, and the others run on small models, which shows
+that they work.
 """
 
 import argparse

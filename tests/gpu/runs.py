@@ -295,7 +295,7 @@ def _five_steps(
         "losses": [line["loss"] for line in log_of(run)],
         "used": [event["data"]["used"] for event in kernels],
         "messages": [event["message"] for event in kernels],
-        "unpadded": bool(events_of(run, "unpadded")),
+        "unpadded": any(event["data"]["used"] for event in events_of(run, "unpadded")),
     }
     shutil.rmtree(run.path, ignore_errors=True)
     return found

@@ -1,4 +1,4 @@
-"""The token budget: planned, learned by running out of memory, found by a sweep."""
+"""The token budget: planned, learned by running out of memory, found by a tuning run."""
 
 import numpy as np
 from hypothesis import example, given

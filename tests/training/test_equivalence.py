@@ -176,7 +176,19 @@ def test_the_chunked_loss_keeps_within_fp16s_range(heaviest: float) -> None:
     def gradients(dtype: torch.dtype) -> Tensor:
         hidden.grad = weight.grad = None
         head = heads.Head(layer, 1.0, None)
-        arguments = (hidden, weight, None, targets, weights, 0.0, head, dtype, None, (True, True, False))
+        arguments = (
+            hidden,
+            weight,
+            None,
+            targets,
+            weights,
+            0.0,
+            head,
+            dtype,
+            None,
+            None,
+            (True, True, False),
+        )
         (loss._ChunkedLoss.apply(*arguments) / weights.sum()).backward()  # type: ignore[no-untyped-call]
         assert hidden.grad is not None
         assert weight.grad is not None
@@ -194,7 +206,7 @@ def test_fp16_loss_and_gradients_are_zero_for_zero_weights_or_no_targets(count: 
     head, weight = heads.Head(layer, 1.0, None), layer.weight
     targets, weights = torch.zeros(count, dtype=torch.int64), torch.zeros(count)
     total = loss._ChunkedLoss.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, None, targets, weights, 0.0, head, torch.float16, None, (True, True, False)
+        hidden, weight, None, targets, weights, 0.0, head, torch.float16, None, None, (True, True, False)
     )
     total.backward()
     assert total.item() == 0.0

@@ -143,7 +143,9 @@ def test_a_model_that_mixes_samples_stays_padded(
 ) -> None:
     monkeypatch.setattr(unpadded, "why_not_packed", lambda *_: "The model mixes samples.")
     plain, own = padded_and_unpadded(tmp_path)
-    assert not events_of_kind(own, "unpadded")
+    [event] = events_of_kind(own, "unpadded")
+    assert event["message"] == "Samples are padded. The model mixes samples."
+    assert event["data"]["used"] is False
     assert not events_of_kind(own, "changed")  # nobody asked for packing
     assert [line["loss"] for line in raw_log(own)] == [line["loss"] for line in raw_log(plain)]
 

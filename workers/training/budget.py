@@ -1,7 +1,7 @@
 """The token budget: how large a micro-batch may be, by the plan and by what the run has learned since.
 
 Everything that determines it is here: the plan's rule, decreases after running out of memory, increases
-after many windows that fitted, and the fastest size that a sweep or the tuner found.
+after many windows that fitted, and the fastest size that a tuning run or the tuner found.
 """
 
 import numpy as np
@@ -235,7 +235,7 @@ class Budget:
         self.learned.tokens = None if tokens == self.planned_tokens else tokens
 
     def set_measured(self, tokens: int) -> None:
-        """Sets the budget to the size that a sweep found to be the fastest."""
+        """Sets the budget to the size that a tuning run found to be the fastest."""
         if self.rule() != TokenBudget(tokens=tokens):
             self.learned.tokens = tokens
         self.learned.measured = True

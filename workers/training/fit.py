@@ -20,7 +20,7 @@ from workers.training import (
     memory,
     noise_scale,
     ramp,
-    sweep,
+    size_sweep,
     torch_profile,
     trials,
 )
@@ -91,18 +91,18 @@ def fit(
 
 
 def measure(training: TrainingRun) -> Outcome:
-    """Makes the first steps as a warm-up, then sweeps over micro-batch sizes. Saves no model.
+    """Makes the first steps as a warm-up, then measures micro-batch sizes. Saves no model.
 
     Raises:
         InterruptionRequested: an interruption was requested.
     """
     state = training.state
-    while state.step < sweep.AFTER_STEPS:
+    while state.step < size_sweep.AFTER_STEPS:
         if training.any_interruption():
             raise InterruptionRequested
         advance(training)
-    tuning = sweep.sweep(training)
-    sweep.apply(training, tuning)
+    tuning = size_sweep.measure_sizes(training)
+    size_sweep.apply(training, tuning)
     return outcome(training, files=(), tuning=tuning)
 
 
@@ -127,8 +127,8 @@ def train(training: TrainingRun) -> None:
             cooling.wait_until_cool(training)
             continue
         measured = all(budget.learned.measured for budget in training.budgets)
-        if spec.tune == "first" and not measured and state.step >= sweep.AFTER_STEPS:
-            sweep.apply(training, sweep.sweep(training))
+        if spec.tune == "first" and not measured and state.step >= size_sweep.AFTER_STEPS:
+            size_sweep.apply(training, size_sweep.measure_sizes(training))
         if not state.step and state.progress.skipped:  # no window so far had a gradient to compare
             with final_failures(training.group):
                 certificate.certify(training)

@@ -1,4 +1,5 @@
-"""Faster kernels of other packages: used where they are installed, if the gradient stays the same.
+"""Faster kernels than the model's own, mostly of other packages: used where they are installed, if the
+gradient stays the same.
 
 - liger-kernel (Hsu et al. 2024, arXiv:2410.10989) computes norms, rotary embeddings and gated feed-forward
   layers in one kernel each. Its loss is not used: `loss.py` computes the loss in chunks already.

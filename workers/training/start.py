@@ -14,7 +14,7 @@ from app.contract.plan import FixedCount, Plan, RankPlan, TokenBudget
 from app.contract.reports import LearnedLimits
 from workers.reporter import Reporter
 from workers.run_directory import RunDirectory
-from workers.training import base_model, checkpoint, guards, sweep
+from workers.training import base_model, checkpoint, guards, size_sweep
 from workers.training import model as models
 from workers.training.balance import Balance, balance_of
 from workers.training.batch_loader import Loader
@@ -221,7 +221,7 @@ def _most_tokens(assignment: Assignment) -> int:
             full += full // 2
         tokens = rule.tokens if isinstance(rule, TokenBudget) else full
         if assignment.spec.tune is not None:  # sizes up to four times the planned one are tried
-            tokens = max(tokens, min(plan.most_tokens or 0, round(tokens * sweep.LADDER[0])))
+            tokens = max(tokens, min(plan.most_tokens or 0, round(tokens * size_sweep.LADDER[0])))
         most = max(most, tokens)
     return most
 

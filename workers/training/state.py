@@ -79,7 +79,7 @@ class LearnedBudget:
     """The largest micro-batch that did fit since, in tokens."""
     windows_since_failure: int = 0
     measured: bool = False
-    """Whether a sweep has chosen the token budget."""
+    """Whether a tuning run has chosen the token budget."""
     fixed: float | None = None
     """The measured fixed cost of a micro-batch, in tokens; None for the assumed one."""
 

@@ -111,10 +111,14 @@ def decide(training: TrainingRun, window: Indices, trained: TrainedWindow) -> No
 
 def _report_fixed_cost(training: TrainingRun, tokens: float) -> None:
     """Reports what a micro-batch was found to cost besides its tokens."""
-    worth = f"as much as {tokens:,.0f} tokens" if tokens < fixed_cost.MOST else "more than any tokens"
+    worth = (
+        f"as much time as {tokens:,.0f} tokens"
+        if tokens < fixed_cost.MOST
+        else "more time than any number of tokens"
+    )
     training.reporter.event(
         "fixed_cost",
-        f"A micro-batch costs {worth} in time, besides its own tokens: windows are cut accordingly.",
+        f"Besides its own tokens, a micro-batch costs {worth}: windows are cut accordingly.",
         tokens=tokens,
     )
 

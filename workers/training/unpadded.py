@@ -54,8 +54,11 @@ def choose_layout(
         use_those_that_agree([candidate], run, replica, loader, reporter, group.rank)
     if reason is not None or (candidate is not None and candidate not in replica.kernels):
         loader.layout, fallbacks.padded = padded, fallbacks.padded or reason is not None
+        if reason is not None:
+            reporter.event("unpadded", f"Samples are padded. {reason}", used=False)
         return None
-    reporter.event("unpadded", "Samples are not padded: attention is computed for each sample on its own.")
+    why = "Samples are not padded: attention is computed for each sample on its own."
+    reporter.event("unpadded", why, used=True)
     return most_tokens
 
 

@@ -18,7 +18,7 @@ from tests.harness.specs import make_spec
 from tests.harness.training import run_to_end, scale_losses, weights
 from workers.reporter import Reporter
 from workers.run_directory import RunDirectory
-from workers.training import fit, sweep
+from workers.training import fit, size_sweep
 from workers.training.start import start
 from workers.training.trackers import Trackers
 from workers.training.training_run import TrainingRun
@@ -34,7 +34,7 @@ def settled(run: RunDirectory) -> Iterator[TrainingRun]:
     assignment = run.assignment()
     with Reporter(run, 1) as reporter, Trackers((), assignment, run.path) as trackers:
         training, _ = start(run, assignment, reporter, trackers, lambda: False)
-        for _ in range(sweep.AFTER_STEPS):
+        for _ in range(size_sweep.AFTER_STEPS):
             fit.advance(training)
         yield training
         training.loader.close()
@@ -48,7 +48,7 @@ def tensors(training: TrainingRun) -> list[torch.Tensor]:
 def test_a_sweep_leaves_everything_as_it_was_bit_by_bit(tmp_path: Path) -> None:
     with settled(lay(tmp_path / "run", "first")) as training:
         before, state = tensors(training), training.state.to_json()
-        tuning = sweep.sweep(training)
+        tuning = size_sweep.measure_sizes(training)
         assert all(torch.equal(a, b) for a, b in zip(before, tensors(training), strict=True))
         assert training.state.to_json() == state
         assert all(parameter.grad is None for parameter in training.replica.model.parameters())
@@ -63,7 +63,9 @@ def test_a_sweep_leaves_everything_as_it_was_bit_by_bit(tmp_path: Path) -> None:
 def test_a_tuned_run_trains_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, tuned = lay(tmp_path / "plain", None), lay(tmp_path / "tuned", "first")
     run_to_end(plain)
-    monkeypatch.setattr(sweep, "smallest_of_the_fastest", lambda pairs: min(tokens for tokens, _ in pairs))
+    monkeypatch.setattr(
+        size_sweep, "smallest_of_the_fastest", lambda pairs: min(tokens for tokens, _ in pairs)
+    )
     run_to_end(tuned)
     (event,) = [event for event in events_of(tuned) if event["type"] == "tuned"]
     assert Tuning.model_validate(event["data"]).token_budget < 512
@@ -78,7 +80,7 @@ def test_a_sweep_that_confirms_the_plan_does_not_change_the_run(
 ) -> None:
     plain, tuned = lay(tmp_path / "plain", None), lay(tmp_path / "tuned", "first")
     run_to_end(plain)
-    monkeypatch.setattr(sweep, "smallest_of_the_fastest", lambda pairs: 512)
+    monkeypatch.setattr(size_sweep, "smallest_of_the_fastest", lambda pairs: 512)
     run_to_end(tuned)
     assert log_of(plain) == log_of(tuned)
     assert all(torch.equal(value, weights(tuned)[name]) for name, value in weights(plain).items())
@@ -96,7 +98,7 @@ def test_a_size_that_does_not_fit_is_excluded_from_the_result(
             return 1.0
 
         scale_losses(monkeypatch, failing)
-        tuning = sweep.sweep(training)
+        tuning = size_sweep.measure_sizes(training)
     assert tuning.tried
     assert all(tried.largest_tokens <= limit for tried in tuning.tried)
 
@@ -105,7 +107,7 @@ def test_tune_only_saves_no_model(tmp_path: Path) -> None:
     run = lay(tmp_path / "run", "only", steps=1)
     outcome = run_to_end(run)
     assert outcome.tuning is not None
-    assert outcome.steps == sweep.AFTER_STEPS
+    assert outcome.steps == size_sweep.AFTER_STEPS
     assert outcome.files == ()
     assert not run.model.exists()
 
@@ -114,7 +116,7 @@ def test_tune_only_saves_no_model(tmp_path: Path) -> None:
 def test_candidates_keep_within_memory_and_make_sense_for_the_window(
     planned: int, most: int, lengths: list[int]
 ) -> None:
-    found = sweep.candidates(planned, most, np.asarray(lengths))
+    found = size_sweep.candidates(planned, most, np.asarray(lengths))
     longest = max(lengths)
     assert found == sorted(set(found), reverse=True)
     assert all(longest <= budget <= max(longest, most) for budget in found)

@@ -1,7 +1,7 @@
 """Measures micro-batches of several sizes between two windows of the run, on its data and device.
 
 Each size runs forward and backward over the same samples. Nothing is applied, so the run continues as if
-nothing had been measured. The sweep runs after the first steps, when the optimizer's states exist.
+nothing had been measured. This happens after the first steps, when the optimizer's states exist.
 """
 
 import math
@@ -27,13 +27,13 @@ ROUNDS = 3
 """The number of measurements of each size, in turns. The best time counts, since noise only adds time."""
 
 _SPAN = 4
-"""The sweep uses enough samples to fill this many of the largest micro-batches, or else the whole window."""
+"""Enough samples are used to fill this many of the largest micro-batches, or else the whole window."""
 
 LADDER = (4.0, 2.0, 1.0, 0.5, 0.25, 0.125)
 """Sizes to measure, relative to the planned one."""
 
 
-def sweep(training: TrainingRun) -> Tuning:
+def measure_sizes(training: TrainingRun) -> Tuning:
     """Measures, and returns the smallest of the fastest micro-batches. Every rank measures its own device.
 
     Raises:
