@@ -17,6 +17,7 @@ from workers.run_directory import RunDirectory
 from workers.training import accumulate, batches, fixed_cost
 from workers.training.fixed_cost import fixed_cost_of
 from workers.training.stopwatch import Lap
+from workers.training.trial_policy import Bounds, Measured, Tuner
 
 
 def laps_of(sizes: list[int], start: float, per_token: float, noise: float = 0.0) -> list[Lap]:
@@ -122,3 +123,29 @@ def test_without_tuning_nothing_is_measured(tmp_path: Path, monkeypatch: pytest.
     run = create(tmp_path / "run", tune=None)
     run_to_end(run)
     assert not events_of_kind(run, "fixed_cost")
+
+
+def test_many_micro_batches_are_measured_by_some_of_them() -> None:
+    sizes = np.random.default_rng(1).integers(100, 10_000, 200_000).tolist()
+    laps = [Lap(size, 0.05 + 1e-5 * size) for size in sizes]
+    assert len(fixed_cost.thinned(laps)) == 256
+    assert fixed_cost_of(laps) == pytest.approx(5000, rel=1e-3)
+
+
+@pytest.mark.parametrize("changes", [{"profile": True}, {"data": small_data(packing=True)}], ids=str)
+def test_what_would_mislead_is_not_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
+) -> None:
+    """A window under the profiler, and packed rows, which are not cut by cost."""
+    seen: dict[int, bool] = {}
+    honest = Tuner.measure
+
+    def noted(self: Tuner, step: int, window: Measured, bounds: Bounds) -> bool:
+        seen[step] = bool(window.laps)
+        return honest(self, step, window, bounds)
+
+    monkeypatch.setattr(Tuner, "measure", noted)
+    pretend(monkeypatch, 10.0, 1e-4)
+    run_to_end(create(tmp_path / "run", steps=6, **changes))
+    assert seen[3] is False
+    assert seen[5] is ("profile" in changes)

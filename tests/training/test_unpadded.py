@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from app.contract.plan import FixedSize, TokenBudget
-from app.contract.spec import ValidationSpec
-from tests.harness.any_family import lay_any
+from app.contract.spec import RampSpec, ValidationSpec
+from tests.harness.any_family import lay_any, make_any, make_tokenizer, small_config
 from tests.harness.runs import create_run, small_data
 from tests.harness.specs import make_spec
 from tests.harness.training import events_of_kind, interrupted_at, raw_log, run_to_end, weights
 from workers.run_directory import RunDirectory
-from workers.training import unpadded, varlen_attention
+from workers.training import kernels, packing_check, trial_policy, unpadded, varlen_attention
 from workers.training.kernels import FlashAttention
 
 RULE = TokenBudget(tokens=600)
@@ -24,7 +24,7 @@ RULE = TokenBudget(tokens=600)
 
 def one_by_one(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, begins: torch.Tensor, longest: int,
-    scaling: float | None,
+    scaling: float | None, dropout: float = 0.0,
 ) -> torch.Tensor:  # fmt: skip
     """What the kernel computes."""
     assert begins[-1] == len(query)
@@ -33,7 +33,9 @@ def one_by_one(
         assert end - begin <= longest
         states = (each[begin:end].transpose(0, 1)[None] for each in (query, key, value))
         grouped = key.shape[1] != query.shape[1]
-        own = F.scaled_dot_product_attention(*states, is_causal=True, scale=scaling, enable_gqa=grouped)
+        own = F.scaled_dot_product_attention(
+            *states, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=grouped
+        )
         found.append(own[0].transpose(0, 1))
     return torch.cat(found)
 
@@ -91,12 +93,12 @@ def test_training_is_the_same_without_padding(tmp_path: Path, changes: dict[str,
 def test_grouped_heads_and_evaluations_are_computed_without_padding(tmp_path: Path) -> None:
     data = small_data(validation=ValidationSpec(file_id=None, sha256=None, format=None, share=0.2))
     losses = []
-    for kernels in ("none", "auto"):
-        folder = tmp_path / kernels
+    for kernel in ("none", "auto"):
+        folder = tmp_path / kernel
         folder.mkdir()
-        run = lay_any(folder / "run", "llama", spec_of(data=data, eval_every=2, kernels=kernels), rule=RULE)
+        run = lay_any(folder / "run", "llama", spec_of(data=data, eval_every=2, kernels=kernel), rule=RULE)
         run_to_end(run)
-        assert bool(events_of_kind(run, "unpadded")) is (kernels == "auto")
+        assert bool(events_of_kind(run, "unpadded")) is (kernel == "auto")
         losses.append([event["data"]["loss"] for event in events_of_kind(run, "evaluation")])
     assert losses[0]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
@@ -114,11 +116,11 @@ def test_a_stopped_run_goes_on_without_padding(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("kernel")
-@pytest.mark.parametrize("kernels", ["none", "auto"])
-def test_padding_stays_where_it_belongs_to_the_request(tmp_path: Path, kernels: str) -> None:
+@pytest.mark.parametrize("asked", ["none", "auto"])
+def test_padding_stays_where_it_belongs_to_the_request(tmp_path: Path, asked: str) -> None:
     """A split that was requested, or kernels that were declined."""
-    rule = RULE if kernels == "none" else FixedSize(samples=4)
-    run = create_run(tmp_path / "run", spec_of(kernels=kernels), rule=rule)
+    rule = RULE if asked == "none" else FixedSize(samples=4)
+    run = create_run(tmp_path / "run", spec_of(kernels=asked), rule=rule)
     run_to_end(run)
     assert not events_of_kind(run, "unpadded")
 
@@ -126,9 +128,9 @@ def test_padding_stays_where_it_belongs_to_the_request(tmp_path: Path, kernels: 
 def test_a_kernel_that_changes_the_gradient_is_not_used(
     tmp_path: Path, kernel: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def mixing(query: Any, key: Any, value: Any, begins: Any, longest: int, scaling: Any) -> torch.Tensor:
+    def mixing(query: Any, key: Any, value: Any, begins: Any, *_: Any) -> torch.Tensor:
         """Attention over the whole row."""
-        return one_by_one(query, key, value, begins[[0, -1]], int(begins[-1]), scaling)
+        return one_by_one(query, key, value, begins[[0, -1]], int(begins[-1]), None)
 
     monkeypatch.setattr(varlen_attention, "within_samples", mixing)
     plain, own = padded_and_unpadded(tmp_path)
@@ -180,6 +182,8 @@ class Config:
         ({"attn_logit_softcapping": 50.0}, 10, False),
         ({"attn_pdrop": 0.1}, 10, False),
         ({"attention_dropout": 0.0}, 10, True),
+        ({"sliding_window": [4096, 4096]}, 10, False),
+        ({"layer_types": [["full_attention"]]}, 10, False),
     ],
     ids=str,
 )
@@ -190,7 +194,7 @@ def test_only_plainly_causal_attention_suits(fields: dict[str, Any], longest: in
 def test_other_attention_is_refused() -> None:
     module, states = torch.nn.Module(), torch.zeros(1, 2, 6, 8)
     begins = torch.tensor([0, 2, 6], dtype=torch.int32)
-    for others in ({"softcap": 30.0}, {"s_aux": states}, {"dropout": 0.1}):
+    for others in ({"softcap": 30.0}, {"s_aux": states}):
         with pytest.raises(NotImplementedError):
             varlen_attention.attention(
                 module, states, states, states, None, cu_seq_lens_q=begins, max_length_q=4, **others
@@ -207,3 +211,115 @@ def test_without_packed_rows_each_row_is_one_sample() -> None:
     found, _ = varlen_attention.attention(torch.nn.Module(), query, key, value, None)
     expected = F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2)
     assert np.allclose(found.numpy(), expected.numpy(), atol=1e-6)
+
+
+@pytest.mark.usefixtures("kernel")
+def test_a_kernel_of_padded_rows_is_compared_again_on_packed_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As flash-attn 3 on Hopper, which is used for all rows; here, it is wrong for packed ones."""
+
+    class Tripled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, states: torch.Tensor) -> torch.Tensor:
+            return states.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *outer: torch.Tensor) -> torch.Tensor:
+            return 3 * outer[0]
+
+    monkeypatch.setattr(varlen_attention, "within_samples", lambda *given: Tripled.apply(one_by_one(*given)))
+
+    def installed(replica: Any, spec: Any, *, packed: bool, longest: int) -> list[Any]:
+        varlen_attention.register()
+        return [FlashAttention(replica, varlen_attention.NAME, "fast")] if spec.kernels == "auto" else []
+
+    monkeypatch.setattr(kernels, "installed_kernels", installed)
+    plain, own = padded_and_unpadded(tmp_path)
+    used, not_used = events_of_kind(own, "kernels")
+    assert used["data"]["used"]
+    assert not not_used["data"]["used"]
+    assert not events_of_kind(own, "unpadded")
+    for one, other in zip(raw_log(own), raw_log(plain), strict=True):
+        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
+
+
+@pytest.mark.usefixtures("kernel")
+def test_too_little_memory_for_the_check_leaves_samples_padded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(packing_check, "_errors", failing)
+    _, own = padded_and_unpadded(tmp_path)
+    [event] = events_of_kind(own, "unpadded")
+    assert event["message"].startswith("Samples are padded. There is too little memory")
+
+
+@pytest.mark.usefixtures("kernel")
+def test_a_check_that_ends_the_process_is_not_repeated(tmp_path: Path) -> None:
+    run = create_run(tmp_path / "run", spec_of(), rule=RULE)
+    with pytest.raises(RuntimeError), run.comparing_kernels(0):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+    assert run.ended_comparing_kernels(0)
+    run_to_end(run)
+    assert not events_of_kind(run, "unpadded")
+
+
+@pytest.mark.usefixtures("kernel")
+def test_the_check_leaves_its_mark_while_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = create_run(tmp_path / "run", spec_of(), rule=RULE)
+    marked = []
+    honest = unpadded.why_not_packed
+
+    def noted(*given: Any) -> str | None:
+        marked.append(run.ended_comparing_kernels(0))
+        return honest(*given)
+
+    monkeypatch.setattr(unpadded, "why_not_packed", noted)
+    run_to_end(run)
+    assert marked == [True]
+    assert not run.ended_comparing_kernels(0)
+
+
+@pytest.mark.usefixtures("kernel")
+def test_rows_are_checked_that_a_growing_batch_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    honest = unpadded.why_not_packed
+
+    def noted(*given: Any) -> str | None:
+        asked.append(given[4])
+        return honest(*given)
+
+    monkeypatch.setattr(unpadded, "why_not_packed", noted)
+    ramp = RampSpec(
+        name="noise_scale", warmup_steps=0, loss_variance_threshold=0.01, max_effective_batch_size=30
+    )
+    run_to_end(create_run(tmp_path / "run", spec_of(ramp=ramp, noise_scale_every=1), rule=RULE))
+    assert asked == [30]
+
+
+@pytest.mark.usefixtures("kernel")
+def test_sizes_are_tried_up_to_the_longest_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unpadded, "LONGEST_ROW", 200)
+    monkeypatch.setattr(trial_policy, "WORTH_TRYING", 2)
+    run = create_run(tmp_path / "run", spec_of(max_steps=40, tune="while_training"), rule=RULE)
+    run_to_end(run)
+    [event] = events_of_kind(run, "tuned")
+    assert max(each["token_budget"] for each in event["data"]["tried"]) <= 200
+    assert run.tuning()[-1].state["planned"] == 200
+
+
+@pytest.mark.usefixtures("kernel")
+def test_attention_with_dropout_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A config may call it by a name that nobody knows."""
+    monkeypatch.setattr(varlen_attention, "_DROPOUTS", ())
+    config = small_config("llama")
+    config.attention_dropout = 0.2
+    make_any(config).save_pretrained(tmp_path / "model")
+    make_tokenizer().save_pretrained(tmp_path / "model")
+    run = lay_any(tmp_path / "run", "llama", spec_of(), rule=RULE)
+    run_to_end(run)
+    assert events_of_kind(run, "unpadded")
+    assert len(raw_log(run)) == 6

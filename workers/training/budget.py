@@ -204,7 +204,7 @@ class Budget:
         learned.largest_done = max(learned.largest_done, largest)
         learned.windows_since_failure += 1
         middle = (learned.tokens + learned.failed_tokens) // 2
-        larger = min(middle, planned.tokens) if isinstance(planned, TokenBudget) else middle
+        larger = self._within_row(min(middle, planned.tokens) if isinstance(planned, TokenBudget) else middle)
         if learned.windows_since_failure < WINDOWS_BEFORE_GROWTH or larger < _MIN_GROWTH * learned.tokens:
             return None
         learned.tokens, learned.windows_since_failure = larger, 0
@@ -221,14 +221,14 @@ class Budget:
 
     @property
     def planned_tokens(self) -> int:
-        """The plan's token budget.
+        """The plan's token budget, limited to the longest row.
 
         Raises:
             AssertionError: the plan gives none, but a number or a size of micro-batches.
         """
         rule = self._rank.micro_batch_rule
         assert isinstance(rule, TokenBudget), "a split that was requested is not tuned"
-        return rule.tokens
+        return self._within_row(rule.tokens)
 
     def use_tuned(self, tokens: int) -> None:
         """Sets the budget that the tuner has chosen for the next window."""

@@ -27,8 +27,18 @@ MOST = float(2**24)
 LEAST_LAPS = 8
 """Micro-batches that are measured at least."""
 
+_MOST_LAPS = 256
+"""More tell no more, and all pairs of them are computed."""
+
 _LEAST_SPREAD = 1.3
 """The largest micro-batch must have this many times the tokens of the smallest one."""
+
+
+def thinned(laps: Sequence[Lap]) -> list[Lap]:
+    """At most 256 of the laps, evenly spread."""
+    if len(laps) <= _MOST_LAPS:
+        return list(laps)
+    return [laps[at] for at in np.linspace(0, len(laps) - 1, _MOST_LAPS).astype(int)]
 
 
 def fixed_cost_of(laps: Sequence[Lap]) -> float | None:
@@ -37,6 +47,7 @@ def fixed_cost_of(laps: Sequence[Lap]) -> float | None:
     The slope is the median of those between all pairs of micro-batches (Theil 1950, Sen 1968), so that single
     ones that were slow for another reason do not count.
     """
+    laps = thinned(laps)
     tokens = np.array([lap.tokens for lap in laps], dtype=float)
     seconds = np.array([lap.seconds for lap in laps], dtype=float)
     if len(laps) < LEAST_LAPS or tokens.max() < _LEAST_SPREAD * tokens.min():

@@ -254,22 +254,6 @@ def choose_kernels(
         RuntimeError: the device failed; the next attempt leaves the kernels out.
     """
     candidates = installed_kernels(replica, spec, packed=loader.layout.packed, longest=loader.longest)
-    use_those_that_agree(candidates, run, replica, loader, reporter, rank)
-
-
-def use_those_that_agree(
-    candidates: Sequence[Kernels],
-    run: RunDirectory,
-    replica: Replica,
-    loader: Loader,
-    reporter: Reporter,
-    rank: int,
-) -> None:
-    """Switches on those kernels that do not change the gradient, and reports them.
-
-    Raises:
-        RuntimeError: the device failed; the next attempt leaves the kernels out.
-    """
     if not candidates:
         return
     names = " and ".join(each.name for each in candidates)
@@ -279,10 +263,15 @@ def use_those_that_agree(
         return
     with run.comparing_kernels(rank):
         for each in candidates:
-            _try(each, replica, loader, reporter)
+            use_if_it_agrees(each, replica, loader, reporter)
 
 
-def _try(kernels: Kernels, replica: Replica, loader: Loader, reporter: Reporter) -> None:
+def use_if_it_agrees(kernels: Kernels, replica: Replica, loader: Loader, reporter: Reporter) -> None:
+    """Switches kernels on if they do not change the gradient, and reports that.
+
+    Raises:
+        RuntimeError: the device failed.
+    """
     tolerance, error = models.TOLERANCE[replica.precision], inf
     try:
         error = _change_of_gradient(kernels, replica, loader)

@@ -174,7 +174,7 @@ class TokenLoss(nn.Module):
                 options=options,
             )
         dtype = autocast or torch.promote_types(hidden.dtype, head.weight.dtype)
-        fused = self.fused if dtype == torch.bfloat16 and can_fuse(head) else None
+        fused = self.fused if dtype == torch.bfloat16 and factor is None and can_fuse(head) else None
         with torch.autocast(kind, enabled=False):
             loss: Tensor = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
                 hidden, head.weight, head.bias, batch.targets, batch.weights, self._smoothing, head, dtype,

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from app.contract.plan import TokenBudget
+from app.contract.spec import Spec
 from workers.reporter import Reporter
 from workers.training import device_errors
 from workers.training import model as models
@@ -88,6 +89,12 @@ def check_packing(
         reporter.event("changed", f"{reason} So they are padded instead.", "warning")
 
 
+def most_samples(spec: Spec) -> int:
+    """Samples of the largest window of a job."""
+    batch = spec.effective_batch_size
+    return batch if spec.ramp.name == "constant" else max(batch, spec.ramp.max_effective_batch_size)
+
+
 def why_not_packed(
     replica: Replica, loader: Loader, layouts: Layouts, most_tokens: int, most_samples: int, group: Group
 ) -> str | None:
@@ -147,6 +154,9 @@ def _found_against(replica: Replica, samples: Sequence[Tokens], layouts: Layouts
     except RuntimeError as error:
         if not device_errors.is_out_of_memory(error) or replica.is_sharded or len(samples) <= 2:
             raise
+        found = None  # what failed is freed only after this block
+    if found is None:
+        replica.free_memory()
         return _found_against(replica, samples[: (len(samples) + 1) // 2], layouts)
     is_precise = rounding < _ROUNDING_IN_16_BITS
     seems_apart = found.within(ROUNDING_IN_FP64, rounding)

@@ -38,7 +38,7 @@ from workers.training.loss_checks import (
 from workers.training.make_replica import make_replica, place_parameters
 from workers.training.model_parts import longrope_short_length
 from workers.training.optimizer import make_optimizer
-from workers.training.packing_check import check_packing
+from workers.training.packing_check import check_packing, most_samples
 from workers.training.parameters import Parameters
 from workers.training.replica import Replica
 from workers.training.state import Fallbacks, LearnedBudget, RunState
@@ -105,7 +105,7 @@ def start(
         state=state,
         budgets=budgets,
         shares=_shares(assignment, state, budgets, recorded, until),
-        tuner=make_tuner(run, assignment, state, group, until),
+        tuner=make_tuner(run, assignment, state, group, until, longest_row),
         group=group,
         checkpoints=CheckpointWriter(
             run.checkpoints, in_background=replica.device.type == "cuda" and not replica.is_sharded
@@ -193,10 +193,9 @@ def _check_exactness(
         if not replica.is_sharded and not spec.compile:  # where it would cost an exchange, or a compilation
             check_that_it_runs(replica, loader)
         check_causality(replica, loader, group)
-        most_tokens, most_samples = _most_tokens(assignment), spec.effective_batch_size
-        if spec.ramp.name != "constant":
-            most_samples = max(most_samples, spec.ramp.max_effective_batch_size)
-        check_packing(replica, loader, most_tokens, most_samples, fallbacks, reporter, group)
+        check_packing(
+            replica, loader, _most_tokens(assignment), most_samples(spec), fallbacks, reporter, group
+        )
     changed = before is not None and guards.digest_of_weights(replica.model) != before
     if group.broadcast(changed):
         raise CannotTrain(

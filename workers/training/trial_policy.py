@@ -96,6 +96,8 @@ class Tuner:
         self._recorded, self._until = recorded or {}, until
         self._laps: list[Lap] = []
         self._windows_with_laps = 0
+        self._windows_here = 0
+        """Windows in this process, whose first ones warm up, after a resume too."""
 
     @property
     def adapts(self) -> bool:
@@ -133,8 +135,9 @@ class Tuner:
             if bounds.is_comparable:
                 self._note(window, bounds)
             return bounds.is_comparable
+        self._windows_here += 1
         if window.laps and self.adapts and learned.fixed_rounds < fixed_cost.ROUNDS:
-            return learned.windows > WARM_UP and self._measure_fixed_cost(window)
+            return self._windows_here > WARM_UP and self._measure_fixed_cost(window)
         due = learned.windows >= (learned.period or WARM_UP)
         if not (self.adapts and due and bounds.windows_left >= WORTH_TRYING):
             return False
@@ -146,7 +149,7 @@ class Tuner:
         """Measures what a micro-batch costs besides its tokens, before sizes are tried. Returns whether that
         was decided."""
         learned = self.learned
-        self._laps += window.laps
+        self._laps = fixed_cost.thinned([*self._laps, *window.laps])
         self._windows_with_laps += 1
         if self._windows_with_laps < fixed_cost.WINDOWS or len(self._laps) < fixed_cost.LEAST_LAPS:
             return False

@@ -7,7 +7,7 @@ from app.contract.assignment import Assignment
 from app.contract.plan import TokenBudget
 from app.contract.reports import Tuning, TuningStep
 from workers.run_directory import RunDirectory
-from workers.training import fixed_cost
+from workers.training import fixed_cost, torch_profile
 from workers.training.accumulate import TrainedWindow
 from workers.training.batch_loader import Indices
 from workers.training.batches import tokens_of
@@ -26,13 +26,21 @@ def make_tuner(
     state: RunState,
     group: Group,
     until: int,
+    longest_row: int | None,
 ) -> Tuner:
-    """What tries other sizes of micro-batch, on a single device whose plan leaves the size open."""
+    """What tries other sizes of micro-batch, on a single device whose plan leaves the size open.
+
+    Args:
+        until: the last step that an earlier attempt has reported.
+        longest_row: see `Budget`.
+    """
     plan, learned = assignment.plan, state.tuning
     budget = state.budgets[0]  # a job that was tuned had one rank
     rule = plan.ranks[group.rank].micro_batch_rule
     tunes = assignment.spec.tune == "while_training" and group.size == 1
     planned = rule.tokens if tunes and isinstance(rule, TokenBudget) else None
+    if planned is not None and longest_row is not None:
+        planned = min(planned, longest_row)
     most = plan.most_tokens or planned or 0
     is_of_another_plan = learned.planned not in (None, planned)
     if is_of_another_plan or max(learned.tokens or 0, learned.trial or 0) > most:
@@ -76,13 +84,14 @@ def decide(training: TrainingRun, window: Indices, trained: TrainedWindow) -> No
             budget.use_tuned(current)
     (work,) = trained.work
     lengths = loader.samples.lengths[window]
+    is_profiled = spec.profile and state.step == torch_profile.AT_STEP  # which takes time
     measured = Measured(
         samples=work.samples,
         tokens=work.tokens,
         micro_batches=work.micro_batches,
         largest_tokens=max(tokens_of(lengths[group], loader.layout.packed) for group in trained.groups),
         seconds=work.seconds,
-        laps=trained.laps,
+        laps=() if is_profiled or budget.packed or not budget.by_length else trained.laps,
         fixed=budget.fixed_cost,
     )
     most = min(budget.most_worth_measuring, 2 * int(lengths.max()) * training.batch)

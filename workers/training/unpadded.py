@@ -13,10 +13,17 @@ from app.contract.assignment import Assignment
 from app.contract.plan import TokenBudget
 from workers.reporter import Reporter
 from workers.run_directory import RunDirectory
+from workers.training import device_errors
 from workers.training.batch_loader import Loader
 from workers.training.distributed.group import Group
-from workers.training.kernels import FlashAttention, can_use_kernels, flash_attention, use_those_that_agree
-from workers.training.packing_check import Layouts, why_not_packed
+from workers.training.kernels import (
+    FlashAttention,
+    Kernels,
+    can_use_kernels,
+    flash_attention,
+    use_if_it_agrees,
+)
+from workers.training.packing_check import Layouts, most_samples, why_not_packed
 from workers.training.replica import Replica
 from workers.training.state import Fallbacks
 
@@ -37,29 +44,75 @@ def choose_layout(
     the longest row then, else None.
 
     Raises:
-        RuntimeError: the device failed.
+        RuntimeError: the device failed; the next attempt pads samples.
     """
-    padded, kernels = loader.layout, replica.kernels
+    padded, spec = loader.layout, assignment.spec
     if fallbacks.padded or not _may_be_packed(replica, loader, assignment, group):
         return None
-    spec, longest = assignment.spec, loader.longest
-    own = [each for each in kernels if isinstance(each, FlashAttention)]
-    candidate = None if own else flash_attention(replica, spec, packed=True, longest=longest)
-    if not own and candidate is None:
+    own = next((each for each in replica.kernels if isinstance(each, FlashAttention)), None)
+    kernel = own or flash_attention(replica, spec, packed=True, longest=loader.longest)
+    if kernel is None or run.ended_comparing_kernels(group.rank):
         return None
+    most_tokens = max(LONGEST_ROW, loader.longest)
     loader.layout = replace(padded, packed=True)
-    layouts, most_tokens = Layouts(loader.layout, padded), max(LONGEST_ROW, longest)
-    reason = why_not_packed(replica, loader, layouts, most_tokens, spec.effective_batch_size, group)
-    if reason is None and candidate is not None:
-        use_those_that_agree([candidate], run, replica, loader, reporter, group.rank)
-    if reason is not None or (candidate is not None and candidate not in replica.kernels):
-        loader.layout, fallbacks.padded = padded, fallbacks.padded or reason is not None
-        if reason is not None:
-            reporter.event("unpadded", f"Samples are padded. {reason}", used=False)
+    with run.comparing_kernels(group.rank):
+        layouts = Layouts(loader.layout, padded)
+        reason = _why_padded(replica, loader, layouts, most_tokens, most_samples(spec), fallbacks, group)
+        is_used = reason is None and _is_right(kernel, replica, loader, reporter)
+    if is_used:
+        reporter.event(
+            "unpadded", "Samples are not padded: attention is computed for each sample on its own.", used=True
+        )
+        return most_tokens
+    loader.layout = padded
+    if reason is not None:
+        reporter.event("unpadded", f"Samples are padded. {reason}", used=False)
+    return None
+
+
+def _why_padded(
+    replica: Replica,
+    loader: Loader,
+    layouts: Layouts,
+    most_tokens: int,
+    most: int,
+    fallbacks: Fallbacks,
+    group: Group,
+) -> str | None:
+    """Why samples cannot be packed, as a sentence. What was found is remembered, but for a lack of memory.
+
+    Args:
+        most: samples of the largest window.
+    """
+    if fallbacks.padded is False and fallbacks.packed_tokens >= most_tokens:
         return None
-    why = "Samples are not padded: attention is computed for each sample on its own."
-    reporter.event("unpadded", why, used=True)
-    return most_tokens
+    try:
+        reason = why_not_packed(replica, loader, layouts, most_tokens, most, group)
+    except RuntimeError as error:
+        if not device_errors.is_out_of_memory(error):
+            raise
+        reason = ""
+    if reason == "":
+        replica.free_memory()
+        return "There is too little memory to check that the model keeps samples apart."
+    fallbacks.padded = reason is not None
+    if reason is None:
+        fallbacks.packed_tokens = most_tokens
+    return reason
+
+
+def _is_right(kernel: Kernels, replica: Replica, loader: Loader, reporter: Reporter) -> bool:
+    """Whether a kernel gives the right gradient of packed rows; it is used then. One that was used for padded
+    rows is used for these in any case."""
+    before = replica.kernels
+    replica.kernels = tuple(each for each in before if each is not kernel)
+    use_if_it_agrees(kernel, replica, loader, reporter)
+    if kernel in replica.kernels:
+        return True
+    replica.kernels = before
+    if kernel in before:
+        kernel.switch_on()
+    return False
 
 
 def _may_be_packed(replica: Replica, loader: Loader, assignment: Assignment, group: Group) -> bool:

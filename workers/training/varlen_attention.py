@@ -25,21 +25,23 @@ _HEAD_MULTIPLE = 8
 
 
 def suits(config: Any, longest: int) -> bool:
-    """Whether the attention of all layers of a model is plainly causal within samples, without dropout.
+    """Whether the attention of all layers of a model is plainly causal within samples, without dropout as far
+    as the config says.
 
     Args:
         config: the model's config.
         longest: tokens of the longest sample.
     """
     text = config.get_text_config()
-    if not set(getattr(text, "layer_types", None) or ()) <= _CAUSAL_LAYERS:
+    kinds = getattr(text, "layer_types", None) or ()
+    if not all(isinstance(kind, str) and kind in _CAUSAL_LAYERS for kind in kinds):
         return False
     if getattr(text, "attention_chunk_size", None) or getattr(text, "attn_logit_softcapping", None):
         return False
     if any(getattr(text, name, None) for name in _DROPOUTS):
         return False
     window = getattr(text, "sliding_window", None)
-    return window is None or longest <= window
+    return window is None or (isinstance(window, int) and longest <= window)
 
 
 def register() -> None:
@@ -85,12 +87,12 @@ def attention(
             module, query, key, value, None, dropout=dropout, scaling=scaling, is_causal=True
         )
         return states, None
-    if dropout or not is_supported(query):
-        raise NotImplementedError("attention with dropout, or with heads of this width")
+    if not is_supported(query):
+        raise NotImplementedError("attention with heads of this width")
     kind = query.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
     query, key, value = (states.transpose(1, 2).flatten(0, 1).to(dtype) for states in (query, key, value))
-    return within_samples(query, key, value, cu_seq_lens_q, max_length_q, scaling).unsqueeze(0), None
+    return within_samples(query, key, value, cu_seq_lens_q, max_length_q, scaling, dropout).unsqueeze(0), None
 
 
 def is_supported(query: Tensor) -> bool:
@@ -100,7 +102,13 @@ def is_supported(query: Tensor) -> bool:
 
 
 def within_samples(
-    query: Tensor, key: Tensor, value: Tensor, begins: Tensor, longest: int, scaling: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    begins: Tensor,
+    longest: int,
+    scaling: float | None,
+    dropout: float = 0.0,
 ) -> Tensor:
     """Causal attention within each sample.
 
@@ -109,6 +117,6 @@ def within_samples(
         begins: where samples begin, and where the last one ends, int32.
     """
     states: Tensor = torch.ops.aten._flash_attention_forward(
-        query, key, value, begins, begins, longest, longest, 0.0, True, False, scale=scaling
+        query, key, value, begins, begins, longest, longest, dropout, True, False, scale=scaling
     )[0]
     return states
