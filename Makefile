@@ -42,8 +42,8 @@ test-faults: $(STAMP) ## Inject the faults that take long, on SQLite and on Post
 	$(BIN)/python -m pytest --faults --postgresql tests/acceptance/test_every_fault.py tests/acceptance/test_faults.py
 
 test-gpu: $(STAMP) ## Run what needs an NVIDIA GPU: tests, and the acceptance test (10 minutes); else say so
-	$(BIN)/python -m tests.gpu.acceptance
-	$(BIN)/python -m pytest tests/gpu
+	PYTORCH_ALLOC_CONF=expandable_segments:True $(BIN)/python -m tests.gpu.acceptance
+	PYTORCH_ALLOC_CONF=expandable_segments:True $(BIN)/python -m pytest tests/gpu
 
 test-fuzz: $(STAMP) ## Send thousands of requests generated from the OpenAPI document (about 5 minutes)
 	ACCRUE_FUZZ_CASES=60 $(BIN)/python -m pytest --timeout 900 tests/acceptance/test_fuzz.py

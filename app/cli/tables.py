@@ -54,7 +54,8 @@ def show_comparison(compared: dict[str, Any]) -> None:
 
 
 def show_completions(job_id: str, completions: list[dict[str, Any]]) -> None:
-    """Shows each held-out prompt, the expected completion, and the model's before and after training."""
+    """Shows each held-out prompt, the expected completion, and the model's before, during and after
+    training."""
     console.print(f"{job_id}: {len(completions)} held-out prompts", highlight=False)
     if not completions:
         console.print(
@@ -62,9 +63,11 @@ def show_completions(job_id: str, completions: list[dict[str, Any]]) -> None:
         )
     for each in completions:
         console.rule(style="dim")
-        for name in ("prompt", "expected", "before", "after"):
-            text = "(not generated)" if each[name] is None else each[name]
-            console.print(Text.assemble((f"{name:<9}", "bold"), text), soft_wrap=True)
+        earlier = [(f"step {known['step']}", known["text"]) for known in each["at_evaluations"]]
+        first = [(name, each[name]) for name in ("prompt", "expected", "before")]
+        for name, text in (*first, *earlier, ("after", each["after"])):
+            said = "(not generated)" if text is None else text
+            console.print(Text.assemble((f"{name:<9} ", "bold"), said), soft_wrap=True)
 
 
 def show_preview(seen: dict[str, Any]) -> None:

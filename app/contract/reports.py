@@ -246,6 +246,13 @@ class Tuning(Frozen):
     """Largest first."""
 
 
+class EarlierCompletion(Frozen):
+    """A completion at an evaluation."""
+
+    step: Count
+    text: str
+
+
 class Completion(Frozen):
     """A model's completion of a held-out prompt, by greedy decoding."""
 
@@ -254,6 +261,8 @@ class Completion(Frozen):
     """How the sample continues."""
     before: str | None = None
     """The completion by the base model; None if there is none."""
+    at_evaluations: Annotated[tuple[EarlierCompletion, ...], Field(fail_fast=True, max_length=100)] = ()
+    """Completions while the model was trained, at the newest evaluations, in order."""
     after: str | None = None
     """The completion by the trained model; None until it has been saved."""
 

@@ -76,7 +76,8 @@ class TrainingConfig(Request):
         3,
         ge=0,
         le=20,
-        description="Number of held-out prompts to complete before and after training; needs validation data",
+        description="Number of held-out prompts to complete before and after training, and at evaluations as "
+        "far as that takes little time; needs validation data",
     )
     report_to: list[Tracker] = Field(default_factory=list, fail_fast=True, max_length=3)
     timeout_seconds: float | None = Field(None, gt=0)

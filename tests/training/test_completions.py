@@ -11,7 +11,7 @@ from app.contract.model_reference import LoraSpec
 from app.contract.spec import MethodSpec, ValidationSpec
 from tests.harness.runs import create_run, events_of, log_of, small_data
 from tests.harness.specs import make_spec
-from tests.harness.training import run_to_end
+from tests.harness.training import interrupted_at, run_to_end
 from workers.run_directory import RunDirectory
 from workers.training import completions
 from workers.training.data import Samples
@@ -80,3 +80,49 @@ def test_prompts_end_where_the_model_must_continue(tmp_path: Path) -> None:
     assert prompt.tokens + prompt.expected == tokens[: len(prompt.tokens + prompt.expected)].tolist()
     assert np.all(counts)  # of a text, which is cut in its middle
     assert len(prompt.tokens) == len(tokens) // 2
+
+
+def test_evaluations_complete_the_prompts_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(completions, "MOST_SHARE", 1.0)
+    plain = trained(tmp_path / "plain", 0, eval_every=2)
+    run = trained(tmp_path / "run", 2, eval_every=2)
+    made = run.completions()
+    assert made is not None
+    for each in made.data:
+        assert [known.step for known in each.at_evaluations] == [2, 4]  # the last one is `after`
+        assert each.before is not None
+        assert each.after is not None
+    assert any(len({each.before, each.at_evaluations[0].text, each.after}) > 1 for each in made.data)
+    assert log_of(plain) == log_of(run)
+
+
+def test_completions_of_steps_that_are_repeated_are_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(completions, "MOST_SHARE", 1.0)
+    monkeypatch.setattr(completions, "KEPT", 3)
+    spec = make_spec(data=HELD_BACK, max_steps=12, completions=1, eval_every=2, save_every=5)
+    run = create_run(tmp_path / "run", spec)
+    interrupted_at(run, 20)
+    run_to_end(create_run(tmp_path / "run", spec, attempt=2))
+    made = run.completions()
+    assert made is not None
+    assert [known.step for known in made.data[0].at_evaluations] == [6, 8, 10]
+
+
+def test_completions_at_evaluations_take_little_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(completions.time, "monotonic", lambda: 200.0)
+    assert completions.Spent(began=0.0, seconds=10.0).allows_more()
+    assert not completions.Spent(began=0.0, seconds=10.1).allows_more()
+
+
+def test_a_model_that_cannot_generate_is_not_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> str:
+        raise NotImplementedError("no cache for this family")
+
+    monkeypatch.setattr(completions, "_complete", fail)
+    run = trained(tmp_path / "run", 2, eval_every=1)
+    warnings = [event for event in events_of(run) if event["type"] == "completions"]
+    assert len(warnings) == 3  # before, at the first evaluation, and after

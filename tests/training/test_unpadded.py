@@ -1,5 +1,4 @@
-"""Samples are laid out without padding where a kernel computes attention sample by sample. Here, a loop over
-the samples plays the kernel's part, on a CPU."""
+"""Samples are laid out without padding where attention is computed sample by sample, as here on a CPU."""
 
 from pathlib import Path
 from typing import Any
@@ -22,35 +21,10 @@ from workers.training.kernels import FlashAttention
 RULE = TokenBudget(tokens=600)
 
 
-def one_by_one(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, begins: torch.Tensor, longest: int,
-    scaling: float | None, dropout: float = 0.0,
-) -> torch.Tensor:  # fmt: skip
-    """What the kernel computes."""
-    assert begins[-1] == len(query)
-    found = []
-    for begin, end in zip(begins[:-1].tolist(), begins[1:].tolist(), strict=True):
-        assert end - begin <= longest
-        states = (each[begin:end].transpose(0, 1)[None] for each in (query, key, value))
-        grouped = key.shape[1] != query.shape[1]
-        own = F.scaled_dot_product_attention(
-            *states, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=grouped
-        )
-        found.append(own[0].transpose(0, 1))
-    return torch.cat(found)
-
-
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine with such a kernel."""
-    monkeypatch.setattr(varlen_attention, "within_samples", one_by_one)
-    monkeypatch.setattr(unpadded, "can_use_kernels", lambda replica, spec: spec.kernels == "auto")
-
-    def flash_attention(replica: Any, spec: Any, *, packed: bool, longest: int) -> FlashAttention:
-        varlen_attention.register()
-        return FlashAttention(replica, varlen_attention.NAME, "a loop")
-
-    monkeypatch.setattr(unpadded, "flash_attention", flash_attention)
+    """Attention of each sample, for narrow models too."""
+    monkeypatch.setattr(unpadded, "LEAST_WIDTH_ON_CPU", 0)
 
 
 def spec_of(**changes: Any) -> Any:
@@ -128,9 +102,11 @@ def test_padding_stays_where_it_belongs_to_the_request(tmp_path: Path, asked: st
 def test_a_kernel_that_changes_the_gradient_is_not_used(
     tmp_path: Path, kernel: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    honest = varlen_attention.within_samples
+
     def mixing(query: Any, key: Any, value: Any, begins: Any, *_: Any) -> torch.Tensor:
         """Attention over the whole row."""
-        return one_by_one(query, key, value, begins[[0, -1]], int(begins[-1]), None)
+        return honest(query, key, value, begins[[0, -1]], int(begins[-1]), None)
 
     monkeypatch.setattr(varlen_attention, "within_samples", mixing)
     plain, own = padded_and_unpadded(tmp_path)
@@ -201,9 +177,9 @@ def test_other_attention_is_refused() -> None:
             )
     with pytest.raises(NotImplementedError):
         varlen_attention.attention(module, states, states, states, torch.ones(1, 1, 6, 6))
-    narrow = torch.zeros(1, 2, 6, 4)
-    with pytest.raises(NotImplementedError):
-        varlen_attention.attention(module, narrow, narrow, narrow, None, cu_seq_lens_q=begins, max_length_q=4)
+    assert varlen_attention.is_supported(states)
+    assert not varlen_attention.is_supported(torch.zeros(1, 2, 6, 4))
+    assert not varlen_attention.is_supported(torch.zeros(1, 2, 6, 264))
 
 
 def test_without_packed_rows_each_row_is_one_sample() -> None:
@@ -228,7 +204,8 @@ def test_a_kernel_of_padded_rows_is_compared_again_on_packed_ones(
         def backward(ctx: Any, *outer: torch.Tensor) -> torch.Tensor:
             return 3 * outer[0]
 
-    monkeypatch.setattr(varlen_attention, "within_samples", lambda *given: Tripled.apply(one_by_one(*given)))
+    honest = varlen_attention.within_samples
+    monkeypatch.setattr(varlen_attention, "within_samples", lambda *given: Tripled.apply(honest(*given)))
 
     def installed(replica: Any, spec: Any, *, packed: bool, longest: int) -> list[Any]:
         varlen_attention.register()
@@ -239,7 +216,8 @@ def test_a_kernel_of_padded_rows_is_compared_again_on_packed_ones(
     used, not_used = events_of_kind(own, "kernels")
     assert used["data"]["used"]
     assert not not_used["data"]["used"]
-    assert not events_of_kind(own, "unpadded")
+    [event] = events_of_kind(own, "unpadded")
+    assert event["message"] == "Samples are padded. fast is used for padded rows only."
     for one, other in zip(raw_log(own), raw_log(plain), strict=True):
         assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
 
@@ -323,3 +301,45 @@ def test_attention_with_dropout_is_trained(tmp_path: Path, monkeypatch: pytest.M
     run_to_end(run)
     assert events_of_kind(run, "unpadded")
     assert len(raw_log(run)) == 6
+
+
+def test_on_a_cpu_only_wide_models_that_are_quickly_checked_have_no_padding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    narrow = create_run(tmp_path / "narrow", spec_of(), rule=RULE)
+    run_to_end(narrow)
+    assert not events_of_kind(narrow, "unpadded")
+    monkeypatch.setattr(unpadded, "LEAST_WIDTH_ON_CPU", 128)
+    wide = create_run(tmp_path / "wide", spec_of(), rule=RULE)
+    run_to_end(wide)
+    assert events_of_kind(wide, "unpadded")
+    monkeypatch.setattr(unpadded, "_MOST_OPERATIONS_ON_CPU", 1e6)
+    large = create_run(tmp_path / "large", spec_of(), rule=RULE)
+    run_to_end(large)
+    assert not events_of_kind(large, "unpadded")
+
+
+@pytest.mark.parametrize("key_heads", [4, 2, 1])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_attention_within_samples_is_that_of_each_sample(key_heads: int, dtype: torch.dtype) -> None:
+    random = torch.Generator().manual_seed(1)
+    lengths, begins = (1, 7, 30), torch.tensor([0, 1, 8, 38], dtype=torch.int32)
+    states = [
+        torch.randn(38, heads, 16, generator=random).to(dtype).requires_grad_()
+        for heads in (4, key_heads, key_heads)
+    ]
+    outer = torch.randn(38, 4, 16, generator=random).to(dtype)
+    found = varlen_attention.within_samples(*states, begins, max(lengths), None)
+    exact = [each.detach().double().requires_grad_() for each in states]
+    query, key, value = exact
+    shared = 4 // key_heads
+    scores = torch.einsum("qhd,khd->hqk", query, key.repeat_interleave(shared, 1)) / 4.0
+    sample = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))
+    visible = (sample[:, None] == sample[None]) & torch.ones(38, 38).tril().bool()
+    weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
+    whole = torch.einsum("hqk,khd->qhd", weights, value.repeat_interleave(shared, 1))
+    ours = torch.autograd.grad(found, states, outer)
+    theirs = torch.autograd.grad(whole, exact, outer.double())
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
+    for one, other in zip((found, *ours), (whole, *theirs), strict=True):
+        assert float((one.double() - other).detach().norm() / other.detach().norm()) < tolerance

@@ -216,6 +216,8 @@ def evaluate(training: TrainingRun) -> None:
         best=better,
     )
     training.trackers.write(state.step, {"validation/loss": loss, "validation/token_accuracy": accuracy})
+    if training.group.leads and not training.replica.is_sharded:
+        completions.at_evaluation(training)
     if better:
         save_checkpoint(training)
     if state.progress.stopped_early:

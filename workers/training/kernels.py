@@ -122,7 +122,8 @@ class Patch:
 
 
 class FlashAttention:
-    """Attention of the package flash-attn."""
+    """Attention that is told where the samples of packed rows begin, such as that of the package
+    flash-attn."""
 
     def __init__(self, replica: Replica, implementation: str, name: str) -> None:
         self.name = name
@@ -175,18 +176,17 @@ def installed_kernels(replica: Replica, spec: Spec, *, packed: bool, longest: in
         packed: whether rows hold several samples.
         longest: tokens of the longest sample.
     """
-    if not can_use_kernels(replica, spec):
+    if replica.device.type != "cuda" or not may_replace_kernels(replica, spec):
         return []
     attention = flash_attention(replica, spec, packed=packed, longest=longest)
     liger = _liger(base_of(replica.model))
     return [each for each in (liger, attention, _fused_loss(replica)) if each is not None]
 
 
-def can_use_kernels(replica: Replica, spec: Spec) -> bool:
-    """Whether kernels of other packages are used at all."""
+def may_replace_kernels(replica: Replica, spec: Spec) -> bool:
+    """Whether a job's kernels may be replaced at all."""
     return not (
-        replica.device.type != "cuda"
-        or spec.kernels == "none"
+        spec.kernels == "none"
         or spec.compile  # which fuses the same layers itself
         or spec.deterministic
         or replica.is_sharded
@@ -216,6 +216,14 @@ def _liger(model: Any) -> Kernels | None:
         model,
         lambda: monkey_patch._apply_liger_kernel_to_instance(model, **without),
     )
+
+
+def attention_of_each_sample(replica: Replica, spec: Spec, longest: int) -> Kernels | None:
+    """For packed rows on a CPU: attention by a call for each sample."""
+    if spec.attention != "sdpa" or not varlen_attention.suits(base_of(replica.model).config, longest):
+        return None
+    varlen_attention.register()
+    return FlashAttention(replica, varlen_attention.NAME, "attention of each sample")
 
 
 def flash_attention(replica: Replica, spec: Spec, *, packed: bool, longest: int) -> Kernels | None:

@@ -77,7 +77,9 @@ def start(
     loader.limit_buckets(state.budgets[group.rank].tokens)
     _check_exactness(replica, loader, assignment, state.fallbacks, reporter, group)
     choose_kernels(run, replica, loader, spec, reporter, group.rank)
-    longest_row = choose_layout(run, replica, loader, assignment, state.fallbacks, reporter, group)
+    longest_row = choose_layout(
+        run, replica, loader, assignment, state.fallbacks, reporter, group, _most_tokens(assignment)
+    )
     until, recorded = _earlier_steps(run, assignment, group)
     budgets = [
         Budget(

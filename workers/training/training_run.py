@@ -1,7 +1,7 @@
 """A run in progress: what it trains with, and where it is."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from workers.training import ramp
 from workers.training.batch_loader import Indices, Loader
 from workers.training.budget import Budget
 from workers.training.checkpoint_writer import CheckpointWriter
+from workers.training.completions import Spent
 from workers.training.distributed.group import Group
 from workers.training.distributed.shares import Shares
 from workers.training.exceptions import InterruptionRequested
@@ -54,6 +55,7 @@ class TrainingRun:
     tuner: Tuner
     group: Group
     checkpoints: CheckpointWriter
+    spent_on_completions: Spent = field(default_factory=Spent)
 
     @property
     def budget(self) -> Budget:

@@ -1,16 +1,19 @@
 """Lays samples out without padding, where that costs nothing.
 
 Micro-batches need no padding if all of their samples are in one row, and attention is computed sample by
-sample. A kernel for that makes packed rows as cheap as their tokens, whatever their lengths. So a job that
-did not ask for packing gets it too, if there is such a kernel, if the model keeps samples apart
-(packing_check.py), and if the kernel leaves the gradient as it is (kernels.py). As any cut into
-micro-batches, this does not change the training.
+sample. Packed rows are then as cheap as their tokens, whatever their lengths. So a job that did not ask for
+packing gets it too, if the model keeps samples apart (packing_check.py), and if the gradient stays as it is
+(kernels.py). As any cut into micro-batches, this does not change the training.
+
+On a GPU, this needs a kernel for such rows. On a CPU, attention is called for each sample, which takes less
+time than padding in models that are wide enough.
 """
 
 from dataclasses import replace
 
 from app.contract.assignment import Assignment
 from app.contract.plan import TokenBudget
+from app.contract.spec import Spec
 from workers.reporter import Reporter
 from workers.run_directory import RunDirectory
 from workers.training import device_errors
@@ -19,8 +22,10 @@ from workers.training.distributed.group import Group
 from workers.training.kernels import (
     FlashAttention,
     Kernels,
-    can_use_kernels,
+    attention_of_each_sample,
+    base_of,
     flash_attention,
+    may_replace_kernels,
     use_if_it_agrees,
 )
 from workers.training.packing_check import Layouts, most_samples, why_not_packed
@@ -28,7 +33,14 @@ from workers.training.replica import Replica
 from workers.training.state import Fallbacks
 
 LONGEST_ROW = 2**14
-"""Tokens of the longest row, for which the model is checked. More would make no GPU faster."""
+"""The most tokens of a row, for which the model is checked. More would make no GPU faster."""
+
+LEAST_WIDTH_ON_CPU = 256
+"""The least width of a model at which a call of attention for each sample takes less time on a CPU than its
+padding does: about 0.1 ms in each layer, while a token of such a layer takes 0.05 ms."""
+
+_MOST_OPERATIONS_ON_CPU = 1e12
+"""The most floating-point operations of the check on a CPU: some ten seconds."""
 
 
 def choose_layout(
@@ -39,9 +51,13 @@ def choose_layout(
     fallbacks: Fallbacks,
     reporter: Reporter,
     group: Group,
+    planned_tokens: int,
 ) -> int | None:
     """Changes the loader's layout to packed rows if they are as cheap as their tokens. Returns the tokens of
     the longest row then, else None.
+
+    Args:
+        planned_tokens: tokens of the largest micro-batch that the plan may lead to.
 
     Raises:
         RuntimeError: the device failed; the next attempt pads samples.
@@ -49,11 +65,11 @@ def choose_layout(
     padded, spec = loader.layout, assignment.spec
     if fallbacks.padded or not _may_be_packed(replica, loader, assignment, group):
         return None
+    most_tokens = max(loader.longest, min(LONGEST_ROW, planned_tokens))
     own = next((each for each in replica.kernels if isinstance(each, FlashAttention)), None)
-    kernel = own or flash_attention(replica, spec, packed=True, longest=loader.longest)
+    kernel = own or _kernel_for(replica, spec, loader.longest, most_tokens)
     if kernel is None or run.ended_comparing_kernels(group.rank):
         return None
-    most_tokens = max(LONGEST_ROW, loader.longest)
     loader.layout = replace(padded, packed=True)
     with run.comparing_kernels(group.rank):
         layouts = Layouts(loader.layout, padded)
@@ -65,9 +81,23 @@ def choose_layout(
         )
         return most_tokens
     loader.layout = padded
+    if reason is None and own is not None:
+        reason = f"{own.name} is used for padded rows only."
     if reason is not None:
         reporter.event("unpadded", f"Samples are padded. {reason}", used=False)
     return None
+
+
+def _kernel_for(replica: Replica, spec: Spec, longest: int, most_tokens: int) -> Kernels | None:
+    """What computes attention sample by sample on the device of a replica; None if that would cost more than
+    it saves."""
+    if replica.device.type == "cuda":
+        return flash_attention(replica, spec, packed=True, longest=longest)
+    width = getattr(base_of(replica.model).config.get_text_config(), "hidden_size", 0)
+    weights: int = sum(each.numel() for each in replica.model.parameters())
+    if width < LEAST_WIDTH_ON_CPU or 6.0 * weights * most_tokens > _MOST_OPERATIONS_ON_CPU:
+        return None
+    return attention_of_each_sample(replica, spec, longest)
 
 
 def _why_padded(
@@ -91,14 +121,13 @@ def _why_padded(
     except RuntimeError as error:
         if not device_errors.is_out_of_memory(error):
             raise
-        reason = ""
-    if reason == "":
-        replica.free_memory()
-        return "There is too little memory to check that the model keeps samples apart."
-    fallbacks.padded = reason is not None
-    if reason is None:
-        fallbacks.packed_tokens = most_tokens
-    return reason
+    else:
+        fallbacks.padded = reason is not None
+        if reason is None:
+            fallbacks.packed_tokens = most_tokens
+        return reason
+    replica.free_memory()  # what failed is free only after the block above
+    return "There is too little memory to check that the model keeps samples apart."
 
 
 def _is_right(kernel: Kernels, replica: Replica, loader: Loader, reporter: Reporter) -> bool:
@@ -120,7 +149,7 @@ def _may_be_packed(replica: Replica, loader: Loader, assignment: Assignment, gro
     spec, layout = assignment.spec, loader.layout
     rules = [rank.micro_batch_rule for rank in assignment.plan.ranks]
     return (
-        can_use_kernels(replica, spec)
+        may_replace_kernels(replica, spec)
         and group.size == 1
         and replica.balance is None
         and not (layout.packed or layout.buckets)

@@ -1,14 +1,15 @@
-"""Attention over packed rows, sample by sample, with the flash attention that PyTorch itself contains.
+"""Attention over packed rows, sample by sample.
 
 PyTorch's `scaled_dot_product_attention` needs a mask for packed rows, whose size and time grow with the
-square of the row's length. The kernel under it also takes the places where samples begin (Dao 2023,
-arXiv:2307.08691, section 3.1), as the package flash-attn does. This module offers that to transformers as an
-implementation of attention.
+square of the row's length. On a GPU, the kernel under it also takes the places where samples begin (Dao 2023,
+arXiv:2307.08691, section 3.1), as the package flash-attn does; on a CPU, it is called once for each sample.
+This module offers that to transformers as an implementation of attention.
 """
 
 from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 NAME = "accrue_varlen"
@@ -87,7 +88,7 @@ def attention(
             module, query, key, value, None, dropout=dropout, scaling=scaling, is_causal=True
         )
         return states, None
-    if not is_supported(query):
+    if query.is_cuda and not is_supported(query):
         raise NotImplementedError("attention with heads of this width")
     kind = query.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
@@ -116,7 +117,27 @@ def within_samples(
         query: of shape (tokens, heads, width); `key` and `value` may have fewer heads.
         begins: where samples begin, and where the last one ends, int32.
     """
+    if not query.is_cuda:
+        return _one_by_one(query, key, value, begins, scaling, dropout)
     states: Tensor = torch.ops.aten._flash_attention_forward(
         query, key, value, begins, begins, longest, longest, dropout, True, False, scale=scaling
     )[0]
     return states
+
+
+def _one_by_one(
+    query: Tensor, key: Tensor, value: Tensor, begins: Tensor, scaling: float | None, dropout: float
+) -> Tensor:
+    """`within_samples` by a call for each sample."""
+    lengths = begins.diff().tolist()
+    shared = query.shape[1] // key.shape[1]
+    if shared > 1:
+        key, value = (states.repeat_interleave(shared, dim=1) for states in (key, value))
+    parts = [states.transpose(0, 1).split(lengths, dim=1) for states in (query, key, value)]
+    found = [
+        F.scaled_dot_product_attention(
+            queries[None], keys[None], values[None], dropout_p=dropout, is_causal=True, scale=scaling
+        )[0]
+        for queries, keys, values in zip(*parts, strict=True)
+    ]
+    return torch.cat(found, dim=1).transpose(0, 1)

@@ -358,7 +358,7 @@ async function showOutcome(outcome, job, signal) {
   );
 }
 
-/** How the model completes held-out prompts, before and after training. */
+/** How the model completes held-out prompts, before and after training and at evaluations. */
 function samples(completions) {
   const said = (text) => h("span", { class: "said" }, text ?? "–");
   return [
@@ -366,9 +366,29 @@ function samples(completions) {
     table(
       "Greedy completions before and after training",
       [{ title: "Prompt" }, { title: "Expected" }, { title: "Before" }, { title: "After" }],
-      completions.map((each) => [said(each.prompt), said(each.expected), said(each.before), said(each.after)]),
+      completions.map((each) => [
+        said(each.prompt),
+        said(each.expected),
+        said(each.before),
+        [said(each.after), earlier(each.at_evaluations)],
+      ]),
     ),
   ];
+}
+
+/** A prompt's completions at evaluations, the newest first; to be opened. */
+function earlier(completions) {
+  return (
+    completions.length > 0 &&
+    h(
+      "details",
+      {},
+      h("summary", {}, "At evaluations"),
+      [...completions]
+        .reverse()
+        .map(({ step, text }) => h("p", {}, h("strong", {}, `step ${number(step)} `), h("span", { class: "said" }, text))),
+    )
+  );
 }
 
 /** The noise scale with its 90 % interval. */
