@@ -124,7 +124,9 @@ def create_run(
     spec = spec.model_copy(update={"data": own})
     architecture = from_config(json.loads((model / "config.json").read_text()))
     reference = spec.model.model_copy(update={"architecture": architecture})
-    spec = spec.model_copy(update={"model": reference, "tune": "while_training" if cut is None else None})
+    spec = spec.model_copy(update={"model": reference})
+    if cut is None:  # what a job has by default
+        spec = spec.model_copy(update={"tune": "while_training", "kernels": "auto"})
     run = RunDirectory(folder)
     plan = cpu_plan(spec, cut, threads=threads)
     run.write_assignment(

@@ -42,7 +42,8 @@ const TERMS = {
     "Before the first step, the first window's gradient was computed in two different splits; this is their relative difference. A small value shows that accumulation does not change this model's gradient.",
   evidence:
     "measured: in a run on this service; simulated: by simulating the training step, without a GPU; formula: from the model's sizes; literature: a rule of thumb with its source; requested: your own value.",
-  completions: "Prompts from held-out samples: the trained model's completion, next to the base model's and the expected text. Those at evaluations show how it got there.",
+  completions:
+    "Prompts from held-out samples: the trained model's completion, next to the base model's and the expected text. Those at evaluations show how it got there.",
   noise: "Variance of the loss around its trend. A batch four times as large has about a quarter of it.",
 };
 
