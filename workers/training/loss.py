@@ -9,6 +9,7 @@ the model's own logits are used.
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -343,12 +344,23 @@ def _add_product(to: Tensor, errors: Tensor, states: Tensor, head: Head) -> None
     """
     if errors.dtype == to.dtype:
         to.addmm_(errors.t(), states)
-    elif to.is_cuda:  # products of bf16 are added in fp32, and need no tensor of their own
+    elif to.is_cuda and _adds_in_fp32(to.device):  # the product needs no tensor of its own
         torch.ops.aten.addmm.dtype_out(to, errors.t(), states, to.dtype, out=to)
-    elif head.device == "cuda":  # in the simulation of a GPU, only sizes count
+    elif head.device == "cuda" and not to.is_cuda:  # in the simulation of a GPU, only sizes count
         to.add_(0.0)
     else:
         to += errors.t() @ states
+
+
+@cache
+def _adds_in_fp32(device: torch.device) -> bool:
+    """Whether this GPU's library adds products of bf16 to a matrix in fp32."""
+    try:
+        sums, factor = torch.zeros(16, 16, device=device), torch.ones(16, 16, device=device).bfloat16()
+        torch.ops.aten.addmm.dtype_out(sums, factor, factor, torch.float32, out=sums)
+    except (RuntimeError, AttributeError):
+        return False
+    return True
 
 
 def boundaries(batch: MicroBatch) -> dict[str, Any]:

@@ -223,6 +223,8 @@ class Fallbacks:
     """Whether packing was replaced by padding; None if not checked yet."""
     packed_tokens: int = 0
     """Tokens of the longest packed row for which it was checked."""
+    unpadded: bool | None = None
+    """Whether samples are laid out without padding although that was not requested; None if not decided."""
     equivalence_error: float | None = None
     """The gradient error of the equivalence certificate, or None if it was not measured yet."""
 

@@ -9,6 +9,7 @@ On a GPU, this needs a kernel for such rows. On a CPU, attention is called for e
 time than padding in models that are wide enough.
 """
 
+import contextlib
 from dataclasses import replace
 
 from app.contract.assignment import Assignment
@@ -69,13 +70,17 @@ def choose_layout(
     most_tokens = max(loader.longest, min(LONGEST_ROW, planned_tokens))
     own = next((each for each in replica.kernels if isinstance(each, FlashAttention)), None)
     kernel = own or _kernel_for(replica, spec, loader.longest, most_tokens)
-    if kernel is None or run.ended_comparing_kernels(group.rank):
+    on_gpu = replica.device.type == "cuda"
+    if kernel is None or (on_gpu and run.ended_comparing_kernels(group.rank)):
         return None
+    if not on_gpu and fallbacks.unpadded is not None:  # so that a resume is the same to the bit
+        return _as_before(kernel, replica, loader, most_tokens) if fallbacks.unpadded else None
     loader.layout = replace(padded, packed=True)
-    with run.comparing_kernels(group.rank):
+    with run.comparing_kernels(group.rank) if on_gpu else contextlib.nullcontext():
         layouts = Layouts(loader.layout, padded)
         reason = _why_padded(replica, loader, layouts, most_tokens, most_samples(spec), fallbacks, group)
         is_used = reason is None and _is_right(kernel, replica, loader, reporter)
+    fallbacks.unpadded = is_used
     if is_used:
         reporter.event(
             "unpadded", "Samples are not padded: attention is computed for each sample on its own.", used=True
@@ -87,6 +92,14 @@ def choose_layout(
     if reason is not None:
         reporter.event("unpadded", f"Samples are padded. {reason}", used=False)
     return None
+
+
+def _as_before(kernel: Kernels, replica: Replica, loader: Loader, most_tokens: int) -> int:
+    """Lays samples out as an earlier attempt did, without another comparison."""
+    kernel.switch_on()
+    replica.kernels = (*replica.kernels, kernel)
+    loader.layout = replace(loader.layout, packed=True)
+    return most_tokens
 
 
 def _kernel_for(replica: Replica, spec: Spec, longest: int, most_tokens: int) -> Kernels | None:
