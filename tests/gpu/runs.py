@@ -78,12 +78,12 @@ def _summary(place: Place, name: str) -> dict[str, Any]:
     """How a run has cut its windows, the time of each, and what it reported about that."""
     run = RunDirectory(place.folder / name)
     log = log_of(run)
-    told = [
+    messages = [
         event["message"] for kind in ("kernels", "unpadded", "fixed_cost") for event in events_of(run, kind)
     ]
     micro_batches = np.diff([0, *(line["micro_step"] for line in log)]).tolist()
     seconds = np.diff([line["time"] for line in log]).round(4).tolist()
-    return {"micro_batches": micro_batches, "seconds": seconds, "events": told}
+    return {"micro_batches": micro_batches, "seconds": seconds, "events": messages}
 
 
 def _ours(

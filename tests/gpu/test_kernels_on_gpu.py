@@ -1,5 +1,6 @@
 """Accrue's kernels and PyTorch's that it calls directly, compared with fp64 or with plain operators."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -80,7 +81,7 @@ for precision in ("bf16", "fp32"):
     print(made[-1].check_error)
 """
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, env={"PATH": "/usr/bin", "CUDA_VISIBLE_DEVICES": ""},
+        [sys.executable, "-c", program], cwd=ROOT, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]

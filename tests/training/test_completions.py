@@ -58,13 +58,14 @@ def test_completions_with_adapters(tmp_path: Path) -> None:
     assert all(each.before is not None and each.after is not None for each in made.data)
 
 
+def cannot_generate(*_: object) -> str:
+    raise NotImplementedError("no cache for this family")
+
+
 def test_a_model_that_cannot_generate_is_still_trained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: object) -> str:
-        raise NotImplementedError("no cache for this family")
-
-    monkeypatch.setattr(completions, "_complete", fail)
+    monkeypatch.setattr(completions, "_complete", cannot_generate)
     run = trained(tmp_path / "run", 2)
     assert run.completions() is None
     assert [event["level"] for event in events_of(run) if event["type"] == "completions"] == ["warning"] * 2
@@ -119,10 +120,7 @@ def test_completions_at_evaluations_take_little_of_the_time(monkeypatch: pytest.
 def test_a_model_that_cannot_generate_is_not_asked_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: object) -> str:
-        raise NotImplementedError("no cache for this family")
-
-    monkeypatch.setattr(completions, "_complete", fail)
+    monkeypatch.setattr(completions, "_complete", cannot_generate)
     run = trained(tmp_path / "run", 2, eval_every=1)
     warnings = [event for event in events_of(run) if event["type"] == "completions"]
     assert len(warnings) == 3  # before, at the first evaluation, and after

@@ -97,9 +97,9 @@ def test_windows_are_cut_by_the_measured_cost_and_train_the_same(
     assert ours[: fixed_cost.WINDOWS] == theirs[: fixed_cost.WINDOWS]
     later, assumed = sum(ours[10:]), sum(theirs[10:])
     assert later < assumed if fewer else later > assumed
-    told = events_of_kind(run, "fixed_cost")
-    assert told
-    assert told[0]["data"]["tokens"] == pytest.approx(start / 1e-4 if fewer else 1.0, rel=0.01)
+    reported = events_of_kind(run, "fixed_cost")
+    assert reported
+    assert reported[0]["data"]["tokens"] == pytest.approx(start / 1e-4 if fewer else 1.0, rel=0.01)
     for one, other in zip(raw_log(run), raw_log(plain), strict=True):
         assert (one["samples"], one["tokens"]) == (other["samples"], other["tokens"])
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)

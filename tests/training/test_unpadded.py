@@ -124,7 +124,7 @@ def test_a_model_that_mixes_samples_stays_padded(
     [event] = events_of_kind(own, "unpadded")
     assert event["message"] == "Samples are padded. The model mixes samples."
     assert event["data"]["used"] is False
-    assert not events_of_kind(own, "changed")  # nobody asked for packing
+    assert not events_of_kind(own, "changed")  # packing was not requested
     assert [line["loss"] for line in raw_log(own)] == [line["loss"] for line in raw_log(plain)]
 
 
@@ -297,7 +297,7 @@ def test_sizes_are_tried_up_to_the_longest_row(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.usefixtures("kernel")
 def test_attention_with_dropout_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A config may call it by a name that nobody knows."""
+    """The config may have another name for it."""
     monkeypatch.setattr(varlen_attention, "_DROPOUTS", ())
     config = small_config("llama")
     config.attention_dropout = 0.2

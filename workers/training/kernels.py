@@ -122,7 +122,7 @@ class Patch:
 
 
 class FlashAttention:
-    """Attention that is told where the samples of packed rows begin, such as that of the package
+    """Attention that takes the places where the samples of packed rows begin, such as that of the package
     flash-attn."""
 
     def __init__(self, replica: Replica, implementation: str, name: str) -> None:

@@ -45,7 +45,7 @@ class Stopwatch:
             self._began = self._ended = time.perf_counter()
 
     def lap(self, tokens: int) -> None:
-        """Marks the end of a micro-batch of so many padded tokens; on a GPU only."""
+        """Marks the end of a micro-batch with this number of padded tokens. Does nothing on a CPU."""
         if not self._events:
             return
         if len(self._laps) == len(self._lap_tokens):
