@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 DATABASE_TESTS := $(addprefix tests/, datasets devices jobs memory_profiles models/test_trained_models.py observability planning/test_calculators.py \
 	profiling/test_previews.py regressions results security statistics storage submissions sweeps web webhooks workers)
 
-.PHONY: help setup demo test test-all test-rest test-slow test-faults test-gpu test-fuzz test-browser test-images soak accuracy bench-trainer bench-queue bench-api bench-dashboard bench-memory bench-variance bench-devices bench-data bench-durations families serve check format migrate clean
+.PHONY: help setup demo test test-all test-rest test-slow test-faults test-gpu test-fuzz test-browser test-images soak accuracy bench-trainer bench-queue bench-api bench-dashboard bench-memory bench-variance bench-devices bench-data bench-durations bench-inference families serve check format migrate clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -93,6 +93,10 @@ bench-durations: $(STAMP) ## Predict how long jobs take, and train them (about 1
 
 families: $(STAMP) ## Train a small model of every family that transformers knows, and write a table (about 15 minutes)
 	$(BIN)/python -m tests.benchmarks.families
+
+bench-inference: $(STAMP) ## Measure how fast a model answers, beside transformers serve
+	$(BIN)/pip install --quiet -c constraints.txt 'transformers[serving]'
+	$(BIN)/python -m tests.benchmarks.inference --save
 
 bench-variance: $(STAMP) ## Measure the loss variance by accumulation steps, and draw a chart
 	$(BIN)/python -m tests.benchmarks.variance

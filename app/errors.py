@@ -3,9 +3,12 @@
 AccrueError
 ├── BadSetting            the process cannot start
 ├── InvalidRequest  400   a value that no schema can check
-│   └── Unprocessable 422 the same, for a named field
+│   ├── Unprocessable 422 the same, for a named field
+│   ├── ContextTooLong    a prompt that does not fit in the model's context
+│   └── NoChatTemplate    a conversation with a model that has no template for it
 ├── Unauthorized    401   no API key, or an invalid one
 ├── NotFound        404
+│   └── UnknownModel      no model has that name
 ├── Conflict        409   the job's state does not allow the operation, and retrying does not help
 ├── TooLarge        413
 ├── TooManyRequests 429   a key has reached its rate limit, or its limit of concurrent requests
@@ -50,6 +53,15 @@ class Unprocessable(InvalidRequest):
     title = "Unprocessable request"
 
 
+class ContextTooLong(InvalidRequest):
+    code = "context_length_exceeded"
+    title = "Context too long"
+
+
+class NoChatTemplate(InvalidRequest):
+    code = "no_chat_template"
+
+
 class Unauthorized(AccrueError):
     status = 401
     code = "invalid_api_key"
@@ -60,6 +72,10 @@ class NotFound(AccrueError):
     status = 404
     code = "not_found"
     title = "Not found"
+
+
+class UnknownModel(NotFound):
+    code = "model_not_found"
 
 
 class Conflict(AccrueError):

@@ -13,6 +13,8 @@ from app import __version__, logs
 from app.datasets import file_routes, preview_routes
 from app.devices import routes as device_routes
 from app.errors import BadSetting
+from app.inference import routes as inference_routes
+from app.inference.answers import AnswerReader
 from app.jobs import configuration_routes, openai_routes
 from app.jobs import routes as job_routes
 from app.jobs.etags import AnswerCache
@@ -79,7 +81,7 @@ _NATIVE = (
     audit_routes,
 )
 """The most frequently called routes come first, since Starlette tries routes in order."""
-_OPENAI = (file_routes, openai_routes, model_routes)
+_OPENAI = (file_routes, openai_routes, model_routes, inference_routes)
 
 
 def create_app(settings: Settings | None = None, authenticate: Authenticate | None = None) -> FastAPI:
@@ -174,6 +176,10 @@ def _add_state(app: FastAPI, settings: Settings, authenticate: Authenticate | No
     state.authenticate = authenticate or by_key(state.keyring)
     state.rates = RateLimiter(settings.rate_limit, settings.rate_limit_storage)
     state.events = EventStream(state.database)
+    state.answers = AnswerReader(state.database)
+    state.inference_limit = ConcurrencyLimit(
+        "answers", per_key=inference_routes.MAX_PER_KEY, total=inference_routes.MAX_TOTAL
+    )
     state.latency = LatencyGauge()
     state.exposition = Exposition(state.database)
 

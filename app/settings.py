@@ -3,6 +3,7 @@
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -115,6 +116,20 @@ class Settings(BaseSettings):
         True,
         description="Hide the data folder from trainers, except for their own run and data, if the machine "
         "supports it",
+    )
+    inference: Literal["auto", "cpu", "off"] = Field(
+        "auto",
+        description="Where workers answer chats and completions: on a free GPU or else the CPU, only on the "
+        "CPU, or not at all",
+    )
+    inference_models: int = Field(
+        2, ge=1, le=64, description="Models that a worker keeps loaded to answer; adapters share their model"
+    )
+    inference_idle_seconds: float = Field(
+        600.0, gt=0, description="Seconds without a request after which a model is unloaded"
+    )
+    inference_yields: bool = Field(
+        True, description="Training has priority: a model that answers on a GPU leaves it to a queued job"
     )
     gpu_hour_cost: float | None = Field(
         None,

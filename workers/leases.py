@@ -54,6 +54,7 @@ class Running:
     grace_seconds: float
     """How long an interrupted trainer may take to write a checkpoint and exit."""
     position: Position = field(default_factory=Position)
+    started_at: float = field(default_factory=time.monotonic)
     last_sign_at: float = field(default_factory=time.monotonic)
     """When the run directory was last seen to have changed (looked at only every `no_progress_seconds`)."""
     last_signs: tuple[int, int] = (0, 0)

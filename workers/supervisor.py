@@ -20,6 +20,7 @@ from app.contract.fail_points import fail_point
 from app.contract.reports import Failure
 from app.devices import live_workers
 from app.errors import ReplacedDatabase
+from app.inference import requests
 from app.jobs import placement, queue, transitions
 from app.jobs.queue import Offer
 from app.jobs.transitions import Fence, LostJob
@@ -30,13 +31,13 @@ from app.storage.disk import is_full
 from app.storage.ids import new_id
 from app.storage.session import Session
 from app.storage.tables import Job
-from workers import job_measurements, temperature
+from workers import helper_process, job_measurements, temperature
 from workers.device_locks import DeviceLocks
+from workers.helper_process import HelperProcess
 from workers.ingest import Position, ingest
 from workers.job_end import DEVICE_LOST, RETRY_SECONDS, end_job
 from workers.launch import Launcher, why_not_started
 from workers.leases import DELETE_WORKER_AFTER_SECONDS, LeaseKeeper, Running
-from workers.profiler_process import ProfilerProcess
 from workers.run_directory import DISK_FULL_FAILURE, DamagedRunDirectory
 from workers.slots import Slots, labels_of
 from workers.temperature import Heat
@@ -45,6 +46,10 @@ log = structlog.get_logger("accrue.worker")
 
 _ALMOST_FREE_SECONDS = 0.001
 """The seconds until a device is expected to be free, if nothing is known of the job that has it."""
+
+_PREPARE_INFERENCE_SECONDS = 20.0
+"""The seconds of training after which the inference process is started, so that the trained model can answer
+soon after its end."""
 
 _TURN_SECONDS = 0.25
 """The maximum time that one turn spends on storing one trainer's reports."""
@@ -90,11 +95,14 @@ class Supervisor:
         """Runs until it is stopped; then stops the trainers and returns their jobs to the queue."""
         log.info("worker started", worker=self.id, devices=[device.name for device in self.slots.available()])
         self.slots.measure_contexts()  # before a job needs the GPUs
-        profiler = ProfilerProcess(self.settings)
+        profiler = helper_process.profiler(self.settings)
+        inference = helper_process.inference(self.settings)
         with self.leases.at_work():
             while not self.stopped:
                 if self.settings.profiler:
                     profiler.keep_alive()
+                if self._answers_are_expected(inference):
+                    inference.keep_alive()
                 self.turn()
                 done = False
                 with self._guarded(None):
@@ -104,6 +112,7 @@ class Supervisor:
                     break
                 time.sleep(self.settings.poll_seconds)
             profiler.end()
+            inference.end()
             for running in self.running:
                 self._interrupt(running, "the worker was shut down")
             while self.running or self.leaving:
@@ -115,6 +124,18 @@ class Supervisor:
         with self._guarded(None), self.database.writing() as session:
             live_workers.forget(session, [self.id], DELETE_WORKER_AFTER_SECONDS)
         log.info("worker stopped", worker=self.id)
+
+    def _answers_are_expected(self, inference: HelperProcess) -> bool:
+        """Whether the inference process should run: a request waits, or a job has been training for a while,
+        whose model somebody will want to try."""
+        if self.settings.inference == "off" or self.draining or inference.is_alive:
+            return False
+        prepared = time.monotonic() - _PREPARE_INFERENCE_SECONDS
+        if any(running.started_at < prepared for running in self.running):
+            return True
+        with self._guarded(None), self.database.reading() as session:
+            return requests.any_free(session)
+        return False
 
     def _is_done(self) -> bool:
         """Whether a worker without anything to do should end."""

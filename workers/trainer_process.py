@@ -41,7 +41,7 @@ _PASSED_ON_PREFIXES = (
 
 
 _GPU_CHECK_SECONDS = 60.0
-_WITHOUT_NETWORK = ("unshare", "--map-current-user", "--net", "--")
+WITHOUT_NETWORK = ("unshare", "--map-current-user", "--net", "--")
 """A command prefix for an empty network namespace, in the user namespace that this needs."""
 
 
@@ -52,7 +52,7 @@ def check_network_isolation() -> None:
         BadSetting: it cannot.
     """
     try:
-        tried = subprocess.run([*_WITHOUT_NETWORK, "true"], capture_output=True, text=True, check=False)
+        tried = subprocess.run([*WITHOUT_NETWORK, "true"], capture_output=True, text=True, check=False)
     except OSError as error:
         refused = str(error)
     else:
@@ -96,11 +96,11 @@ class TrainerProcess:
         command = [sys.executable, "-m", f"{PACKAGE_PREFIX}workers.training", str(run.path)]
         theirs, self._lifeline = os.pipe()
         os.set_blocking(self._lifeline, False)
-        token = _pipe_with(os.environ.get("HF_TOKEN", ""))
+        token = pipe_with(os.environ.get("HF_TOKEN", ""))
         try:
             with append_plain(run.trainer_log) as output:
                 self._process = subprocess.Popen(
-                    command if network else [*_WITHOUT_NETWORK, *command],
+                    command if network else [*WITHOUT_NETWORK, *command],
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
@@ -176,7 +176,7 @@ class TrainerProcess:
                 self._inner = []
 
 
-def _pipe_with(secret: str) -> int:
+def pipe_with(secret: str) -> int:
     """The reading end of a pipe that holds a secret: unlike an environment, it can be read only once."""
     reading, writing = os.pipe()
     os.write(writing, secret.encode())

@@ -23,7 +23,15 @@ _MAX_RECONNECTS = 5
 
 
 class ServiceError(Exception):
-    """The service returned an error or could not be reached; the message says what to do."""
+    """The service returned an error or could not be reached; the message says what to do.
+
+    Args:
+        code: the service's code of the error.
+    """
+
+    def __init__(self, message: str, *, code: str | None = None) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 class LostConnection(ServiceError):
@@ -71,13 +79,29 @@ class Client:
         return self._ask("GET", path, **kw).content
 
     @contextmanager
-    def stream(self, path: str, **kw: Any) -> Iterator["httpx.Response"]:
+    def stream(self, path: str, method: str = "GET", **kw: Any) -> Iterator["httpx.Response"]:
         """An answer whose body is streamed, without a timeout."""
-        with _connection_errors(self._http), self._http.stream("GET", path, timeout=None, **kw) as answer:
+        with _connection_errors(self._http), self._http.stream(method, path, timeout=None, **kw) as answer:
             if not answer.is_success:
                 answer.read()
-                raise ServiceError(_detail(answer))
+                raise ServiceError(_detail(answer), code=_code(answer))
             yield answer
+
+    def chunks(self, path: str, body: Any) -> Iterator[dict[str, Any]]:
+        """The chunks of an answer of a model.
+
+        Raises:
+            ServiceError: there is no answer, or it broke off.
+        """
+        with self.stream(path, "POST", json={**body, "stream": True}) as answer:
+            for line in answer.iter_lines():
+                name, _, value = line.partition(": ")
+                if name != "data" or value == "[DONE]":
+                    continue
+                chunk = printable(json.loads(value))
+                if "error" in chunk:
+                    raise ServiceError(str(chunk["error"]["message"]), code=str(chunk["error"]["code"]))
+                yield chunk
 
     def lines(self, path: str) -> Iterator[str]:
         """An answer line by line."""
@@ -193,6 +217,13 @@ def _detail(answer: "httpx.Response") -> str:
     except (ValueError, KeyError, TypeError):
         where = printable(f" and {answer.headers['location']}") if answer.is_redirect else ""
         return f"{answer.url.copy_with(query=None)} answered with status {answer.status_code}{where}"
+
+
+def _code(answer: "httpx.Response") -> str | None:
+    try:
+        return str(answer.json()["error"]["code"])
+    except (ValueError, KeyError, TypeError):
+        return None
 
 
 def _json_of(answer: "httpx.Response") -> Any:

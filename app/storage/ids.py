@@ -5,7 +5,18 @@ import time
 from typing import Literal
 
 Kind = Literal[
-    "ftjob", "file", "ftevent", "worker", "accumulation", "profile", "key", "audit", "evt", "preview", "sweep"
+    "ftjob",
+    "file",
+    "ftevent",
+    "worker",
+    "accumulation",
+    "profile",
+    "key",
+    "audit",
+    "evt",
+    "preview",
+    "sweep",
+    "inference",
 ]
 
 

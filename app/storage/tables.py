@@ -394,6 +394,35 @@ class PreviewRequest(Base):
     """Why there is no answer."""
 
 
+class InferenceRequest(Base):
+    """A request to a model; deleted, with the parts of the answer, once these have been read."""
+
+    __tablename__ = "inference_requests"
+
+    id: Mapped[str] = mapped_column(primary_key=True)
+    created_at: Mapped[float]
+    key_id: Mapped[str | None]
+    """The id of the key of the request; None without keys."""
+    order: Mapped[dict[str, Any]]
+    claimed_at: Mapped[float | None]
+    """When the inference process that works on it said so last."""
+    claimed_by: Mapped[str | None]
+    attempts: Mapped[int] = mapped_column(server_default="0")
+    """How many times it was claimed."""
+
+
+class AnswerPartRow(Base):
+    """A part of an answer."""
+
+    __tablename__ = "answer_parts"
+
+    request_id: Mapped[str] = mapped_column(
+        ForeignKey("inference_requests.id", ondelete="CASCADE"), primary_key=True
+    )
+    number: Mapped[int] = mapped_column(primary_key=True)
+    content: Mapped[dict[str, Any]]
+
+
 class StoredLengths(Base):
     """The lengths of a file's samples in tokens of a model, for the plans of jobs on it."""
 

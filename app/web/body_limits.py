@@ -34,8 +34,8 @@ until it is answered."""
 _LARGE_PER_KEY, _LARGE_AT_ONCE = 2, 4
 _UPLOADS = ("/v1/files",)
 """The routes whose body is a file."""
-_WITH_DATA = "/gradient-accumulation/training/"
-"""The prefix of the routes whose body may contain samples."""
+_WITH_DATA = ("/gradient-accumulation/training/", "/v1/chat/", "/v1/completions")
+"""The prefixes of the routes whose body may contain samples, or long prompts."""
 _BODY_SECONDS = 60.0
 """Seconds in which a body must arrive; for an upload, in which its next part must arrive."""
 _WITHOUT_BODY = ("GET", "HEAD", "OPTIONS")

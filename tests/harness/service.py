@@ -27,7 +27,7 @@ class Accrue:
 
     def __init__(self, folder: Path, database_url: str | None = None) -> None:
         self.data = folder / "data"
-        self.port = _free_port()
+        self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.http = httpx.Client(base_url=self.url, timeout=30)
         self._log = (folder / "processes.log").open("wb")
@@ -43,6 +43,7 @@ class Accrue:
             "ACCRUE_POLL_SECONDS": "0.1",
             "ACCRUE_CPU_THREADS": "1",
             "ACCRUE_PROFILER": "false",
+            "ACCRUE_INFERENCE": "off",
         }
         if database_url is not None:
             self.env["ACCRUE_DATABASE_URL"] = database_url
@@ -155,7 +156,7 @@ def running(folder: Path, database_url: str | None = None) -> Iterator[Accrue]:
         accrue.stop()
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

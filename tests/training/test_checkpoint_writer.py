@@ -224,7 +224,7 @@ def test_the_copy_does_not_change_with_the_weights(tmp_path: Path, monkeypatch: 
 def test_training_waits_if_the_host_has_no_memory_for_a_copy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, available: float
 ) -> None:
-    monkeypatch.setattr("workers.training.memory.available_on_host", lambda: available)
+    monkeypatch.setattr("workers.training.host_memory.available_on_host", lambda: available)
     writer = CheckpointWriter(tmp_path, in_background=True)
     at_once = writer.write(RunState(), content_of(nn.Linear(3, 3)))
     assert len(at_once) == (available == 0.0)

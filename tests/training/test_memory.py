@@ -15,7 +15,7 @@ from tests.harness.runs import create_run, small_data
 from tests.harness.small_models import Window64, make_model
 from tests.harness.specs import make_spec
 from tests.harness.training import run_to_end
-from workers.training import memory
+from workers.training import host_memory
 from workers.training.batches import BatchLayout, MicroBatch, collate
 from workers.training.direct_sums import DirectSums
 from workers.training.loss import TokenLoss
@@ -23,15 +23,15 @@ from workers.training.window import Clipping, Window
 
 
 def test_a_container_s_limit_counts(tmp_path: Path) -> None:
-    assert memory.available_in(tmp_path) == inf
+    assert host_memory.available_in(tmp_path) == inf
     (tmp_path / "memory.max").write_text("max\n")
     (tmp_path / "memory.current").write_text("700\n")
     (tmp_path / "memory.stat").write_text("anon 400\ninactive_file 200\nactive_file 100\n")
-    assert memory.available_in(tmp_path) == inf
+    assert host_memory.available_in(tmp_path) == inf
     (tmp_path / "memory.max").write_text("1000\n")
-    assert memory.available_in(tmp_path) == 500
+    assert host_memory.available_in(tmp_path) == 500
     (tmp_path / "memory.max").write_text("100\n")
-    assert memory.available_in(tmp_path) == 0
+    assert host_memory.available_in(tmp_path) == 0
 
 
 def test_the_peak_is_the_same_for_2_and_for_64_accumulation_steps(window64: Window64) -> None:

@@ -27,7 +27,14 @@ from workers.training.head import backbone_of
 from workers.training.limits import limited_memory
 from workers.training.model import AUTOCAST, keep_weights, prepare_for_training
 from workers.training.model_files import check_tokenizer, stage, weight_files
-from workers.training.trained_weights import check_layers, continue_adapters, names_of_continued, with_layers
+from workers.training.trained_weights import (
+    check_layers,
+    continue_adapters,
+    layers_below,
+    layers_of,
+    names_of_continued,
+    with_layers,
+)
 
 _COMPILED_SHAPES = 64
 _SHOWN_WEIGHTS = 10
@@ -72,7 +79,7 @@ def stage_base_model(assignment: Assignment, run: RunDirectory) -> Path:
             f"the model {assignment.spec.model.name} could not be loaded: "
             f"{first_line(error, assignment, run.base)}",
         ) from error
-    check_layers(assignment)
+    check_layers(layers_of(assignment))
     known, found = run.path / "base_model.json", fingerprint_of_files(folder)
     if known.exists() and _fingerprint_in(known) != found:
         raise CannotTrain(
@@ -127,15 +134,18 @@ def load(assignment: Assignment, folder: Path) -> tuple[Any, Any, list[str]]:
             is not installed.
     """
     try:
-        _check_config(folder)
+        check_config(folder)
         tokenizer = load_tokenizer(folder)
-        try:
-            model, notes = _read(assignment, folder, assignment.spec.attention)
-        except ValueError as error:
-            if assignment.spec.attention != "sdpa" or "attention" not in str(error):
-                raise
-            model, notes = _read(assignment, folder, "eager")
-            notes = ["the model has no sdpa attention: eager is used", *notes]
+        quantised = {}
+        if assignment.spec.method.name == "qlora":
+            quantised = {
+                "quantization_config": _four_bits(assignment.plan),
+                "device_map": {"": assignment.plan.device},
+            }
+        dtype = torch.bfloat16 if assignment.plan.precision == "pure_bf16" else torch.float32
+        model, notes = read_model(
+            assignment.spec.model.name, folder, attention=assignment.spec.attention, dtype=dtype, **quantised
+        )
     except ImportError as error:
         raise CannotTrain("not_installed", first_line(error, assignment, folder)) from error
     except (
@@ -152,7 +162,7 @@ def load(assignment: Assignment, folder: Path) -> tuple[Any, Any, list[str]]:
     with warnings.catch_warnings(record=True) as warned:  # warnings of peft, which users should see
         warnings.simplefilter("always", UserWarning)
         _check_positions(model, assignment.spec)
-        model = with_layers(model, assignment)
+        model = with_layers(model, layers_below(assignment))
         model = prepare_for_training(
             model,
             lora=assignment.spec.method.lora,
@@ -171,7 +181,7 @@ def load(assignment: Assignment, folder: Path) -> tuple[Any, Any, list[str]]:
     return model, tokenizer, notes + [str(warning.message).splitlines()[0] for warning in shown]
 
 
-def _check_config(folder: Path) -> None:
+def check_config(folder: Path) -> None:
     """Reads config.json with little memory: some configurations expand a few numbers into a list.
 
     Raises:
@@ -189,32 +199,51 @@ def _check_config(folder: Path) -> None:
         ) from None
 
 
-def _read(assignment: Assignment, folder: Path, attention: str) -> tuple[Any, list[str]]:
-    """The model, and notes on weights that are not used."""
+def read_model(
+    name: str, folder: Path, *, attention: str, dtype: torch.dtype | str, **options: Any
+) -> tuple[Any, list[str]]:
+    """The model in a staged folder, and notes on weights that are not used, and on its attention.
+
+    Args:
+        name: the model's name, for messages.
+        attention: if it is sdpa, and the model has none, eager is used.
+        dtype: of the weights in memory; "auto": as they are stored.
+        options: further arguments for transformers' `from_pretrained`.
+
+    Raises:
+        CannotTrain: weights are missing, quantized, or of another shape.
+        ValueError: the files cannot be read (and other errors, as transformers raises them).
+    """
+    try:
+        return _read(name, folder, attention, dtype, options)
+    except ValueError as error:
+        if attention != "sdpa" or "attention" not in str(error):
+            raise
+    model, notes = _read(name, folder, "eager", dtype, options)
+    return model, ["the model has no sdpa attention: eager is used", *notes]
+
+
+def _read(
+    name: str, folder: Path, attention: str, dtype: torch.dtype | str, options: dict[str, Any]
+) -> tuple[Any, list[str]]:
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     keep_weights(config)
-    quantised = {}
-    if assignment.spec.method.name == "qlora":
-        quantised = {
-            "quantization_config": _four_bits(assignment.plan),
-            "device_map": {"": assignment.plan.device},
-        }
     loaded: Any = auto_class(config).from_pretrained(
         folder,
         config=config,
-        dtype=torch.bfloat16 if assignment.plan.precision == "pure_bf16" else torch.float32,
+        dtype=dtype,
         attn_implementation=attention,
         trust_remote_code=False,
         use_safetensors=True,
         ignore_mismatched_sizes=True,  # reported below, with those that are missing
         local_files_only=True,
         output_loading_info=True,
-        **quantised,
+        **options,
     )
     model, found = loaded
-    _check_weights(assignment, found)
+    _check_weights(name, found)
     _check_kinds(folder, model, found)
     return model, _unused(found)
 
@@ -263,7 +292,7 @@ _SCALES = ("_scale", "_scale_inv", ".scale", ".absmax")
 """What the names of scales append to those of the weights that need them."""
 
 
-def _check_weights(assignment: Assignment, found: dict[str, Any]) -> None:
+def _check_weights(model: str, found: dict[str, Any]) -> None:
     """Checks that every weight comes from the files, since others would be initialised at random. Tied
     weights, which are stored only once, are not reported as missing.
 
@@ -283,13 +312,11 @@ def _check_weights(assignment: Assignment, found: dict[str, Any]) -> None:
             more = f" and {len(names) - _SHOWN_WEIGHTS} more" if len(names) > _SHOWN_WEIGHTS else ""
             raise CannotTrain(
                 "model_not_loaded",
-                f"{len(names)} weights {problem} the files of {assignment.spec.model.name}: {some}{more}. "
+                f"{len(names)} weights {problem} the files of {model}: {some}{more}. "
                 f"They would be initialised at random: {remedy}",
             )
     if found.get("error_msgs"):
-        raise CannotTrain(
-            "model_not_loaded", f"the weights of {assignment.spec.model.name} could not be read completely"
-        )
+        raise CannotTrain("model_not_loaded", f"the weights of {model} could not be read completely")
 
 
 def _four_bits(plan: Plan) -> Any:

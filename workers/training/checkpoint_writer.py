@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from workers.training import checkpoint, device_errors, memory
+from workers.training import checkpoint, device_errors, host_memory
 from workers.training.checkpoint import Content
 from workers.training.state import RunState
 
@@ -88,7 +88,7 @@ class CheckpointWriter:
     def _has_memory(self, content: Content) -> bool:
         if self._thread is None or self._buffers:
             return self._thread is not None
-        return _bytes_of(content) < _SHARE_OF_HOST * memory.available_on_host()
+        return _bytes_of(content) < _SHARE_OF_HOST * host_memory.available_on_host()
 
     def _copy(self, content: Content) -> Content | None:
         """The content in host memory, as it is now; None if there is no memory for it after all, and from

@@ -32,7 +32,7 @@ class ExampleEncoder:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         with limited_memory(_TOKENISER_BYTES):
-            self._start = _tokens_before(tokenizer)
+            self._start = tokens_before(tokenizer)
             self._marks_beginnings = marks_beginnings(tokenizer)
         if tokenizer.eos_token_id is None:
             raise CannotTrain("no_end_token", "the model's tokenizer has no end-of-sequence token")
@@ -166,7 +166,7 @@ _MOST_TRIED = 100
 """How many texts are tried to find the special tokens before one: a vocabulary may lack most characters."""
 
 
-def _tokens_before(tokenizer: Any) -> list[int]:
+def tokens_before(tokenizer: Any) -> list[int]:
     """The special tokens that the tokenizer puts before a text: often the one that begins a sequence."""
     special = set(tokenizer.all_special_ids)
     known = (tokenizer.decode([token]) for token in range(len(tokenizer)) if token not in special)

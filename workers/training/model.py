@@ -18,7 +18,7 @@ from app.contract.spec import MethodSpec, RunPrecision
 from workers.run_directory import sync
 from workers.training.adapters import adapted_through_their_weights, with_adapters
 from workers.training.exceptions import CannotTrain
-from workers.training.memory import available_on_host
+from workers.training.host_memory import available_on_host
 from workers.training.model_parts import language_model_of, towers_within
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -1,6 +1,6 @@
 """Loads what earlier jobs trained on a model: whole weights from a checkpoint, and adapters."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +18,34 @@ from workers.training.exceptions import CannotTrain
 _ADAPTERS, _CHECKPOINT = "adapter_model.safetensors", "model.safetensors"
 
 
-def check_layers(assignment: Assignment) -> None:
+Layer = tuple[ModelLayer, Path]
+"""A layer, and its folder."""
+
+
+def layers_of(assignment: Assignment) -> list[Layer]:
+    """The layers of a job's model, in the order of loading."""
+    return [
+        (layer, Path(path))
+        for layer, path in zip(assignment.spec.model.layers, assignment.layer_paths, strict=True)
+    ]
+
+
+def layers_below(assignment: Assignment) -> list[Layer]:
+    """The layers except for the adapters that the job goes on training."""
+    spec = assignment.spec
+    continued = spec.model.continued_adapters(adapters=spec.method.lora is not None)
+    return [each for each in layers_of(assignment) if each[0] is not continued]
+
+
+def check_layers(layers: Iterable[Layer]) -> None:
     """Checks that the layers' files are those that the job was submitted with.
 
     Raises:
         CannotTrain: they have been deleted, or have changed.
     """
-    for layer, path in zip(assignment.spec.model.layers, assignment.layer_paths, strict=True):
+    for layer, path in layers:
         try:
-            is_same = Path(path).is_dir() and fingerprint_of_files(Path(path)) == layer.fingerprint
+            is_same = path.is_dir() and fingerprint_of_files(path) == layer.fingerprint
         except OSError:
             is_same = False
         if not is_same:
@@ -37,24 +56,19 @@ def check_layers(assignment: Assignment) -> None:
             )
 
 
-def with_layers(model: Any, assignment: Assignment) -> Any:
-    """The model with all of its layers, except for the adapters that the job goes on training. Adapters are
-    merged into the weights below them.
+def with_layers(model: Any, layers: Iterable[Layer]) -> Any:
+    """The model with what earlier jobs trained on it. Adapters are merged into the weights below them.
 
     Raises:
         CannotTrain: the layers do not belong to the model.
     """
-    spec = assignment.spec
-    continued = spec.model.continued_adapters(adapters=spec.method.lora is not None)
-    for layer, path in zip(spec.model.layers, assignment.layer_paths, strict=True):
-        if layer is continued:
-            continue
+    for layer, path in layers:
         if layer.lora is None:
-            _copy(_weights(Path(path) / _CHECKPOINT, layer), dict(model.named_parameters()), layer)
+            _copy(weights_of(path / _CHECKPOINT, layer), dict(model.named_parameters()), layer)
         else:
-            adapted = with_adapters(model, layer.lora, seed=0, saved=_adapter_names(Path(path), layer))
+            adapted = with_adapters(model, layer.lora, seed=0, saved=_adapter_names(path, layer))
             check_mergeable(adapted)
-            _load(adapted, layer, Path(path))
+            _load(adapted, layer, path)
             model = adapted.merge_and_unload()
             model.requires_grad_(True)  # which peft has set to false
     return model
@@ -82,23 +96,40 @@ def continue_adapters(model: Any, assignment: Assignment) -> None:
 def _load(model: Any, layer: ModelLayer, path: Path) -> None:
     """Loads adapters into a model that has them already."""
     if (path / _CHECKPOINT).exists():
-        _copy(_weights(path / _CHECKPOINT, layer), dict(model.named_parameters()), layer)
+        _copy(weights_of(path / _CHECKPOINT, layer), dict(model.named_parameters()), layer)
         return
     from peft import get_peft_model_state_dict, set_peft_model_state_dict
 
-    saved = _weights(path / _ADAPTERS, layer)
+    saved = weights_of(path / _ADAPTERS, layer)
     expected: dict[str, Tensor] = get_peft_model_state_dict(model)
-    _check_alike(saved, expected, layer)
+    check_alike(saved, expected, layer)
     set_peft_model_state_dict(model, saved)
 
 
 def _adapter_names(path: Path, layer: ModelLayer) -> frozenset[str]:
     """The names of saved adapters' values."""
     file = path / _CHECKPOINT
-    return frozenset(_weights(file if file.exists() else path / _ADAPTERS, layer))
+    return frozenset(weights_of(file if file.exists() else path / _ADAPTERS, layer))
 
 
-def _weights(path: Path, layer: ModelLayer) -> dict[str, Tensor]:
+def saved_adapter(layer: ModelLayer, path: Path) -> dict[str, Tensor]:
+    """The values of a layer's adapters, named as peft saves them.
+
+    Raises:
+        CannotTrain: they cannot be read.
+    """
+    file = path / _CHECKPOINT
+    if not file.exists():
+        return weights_of(path / _ADAPTERS, layer)
+    return {name.replace(".default.", "."): weight for name, weight in weights_of(file, layer).items()}
+
+
+def weights_of(path: Path, layer: ModelLayer) -> dict[str, Tensor]:
+    """The weights in a layer's file.
+
+    Raises:
+        CannotTrain: they cannot be read.
+    """
     try:
         if path.is_symlink():
             raise OSError(0, "a link")
@@ -110,13 +141,13 @@ def _weights(path: Path, layer: ModelLayer) -> dict[str, Tensor]:
 
 
 def _copy(saved: Mapping[str, Tensor], parameters: Mapping[str, Tensor], layer: ModelLayer) -> None:
-    _check_alike(saved, {name: parameters[name] for name in saved if name in parameters}, layer)
+    check_alike(saved, {name: parameters[name] for name in saved if name in parameters}, layer)
     with torch.no_grad():
         for name, weight in saved.items():
             parameters[name].copy_(weight)
 
 
-def _check_alike(saved: Mapping[str, Tensor], own: Mapping[str, Tensor], layer: ModelLayer) -> None:
+def check_alike(saved: Mapping[str, Tensor], own: Mapping[str, Tensor], layer: ModelLayer) -> None:
     """Checks that saved weights and those of a model have the same names and shapes.
 
     Raises:

@@ -8,6 +8,7 @@ export class ServiceError extends Error {
   constructor(status, problem) {
     super(problem?.detail ?? `The service answered with status ${status}.`);
     this.status = status;
+    this.code = problem?.error?.code ?? null;
     this.field = problem?.errors?.[0]?.field ?? null;
   }
 }
@@ -128,6 +129,7 @@ export async function follow(jobId, onEvent, signal) {
       const answer = await request(`gradient-accumulation/training/${jobId}/events`, { headers: more, signal });
       if (answer.status === 204) return false;
       for await (const event of parseEvents(answer.body)) {
+        if (!event.id) continue; // progress within a window
         last = event.id;
         onEvent(JSON.parse(event.data));
       }
@@ -138,7 +140,28 @@ export async function follow(jobId, onEvent, signal) {
   );
 }
 
-/** Parses a response body as server-sent events (HTML standard); ignores `retry` and `event`. */
+/**
+ * Asks a model. Passes each chunk of the answer to `onChunk`.
+ *
+ * @param {string} path of chats or completions
+ * @param {Object} body without `stream`
+ */
+export async function ask(path, body, onChunk, signal) {
+  const answer = await request(path, {
+    method: "POST",
+    headers: { "Content-Type": "application/json" },
+    body: JSON.stringify({ ...body, stream: true }),
+    signal,
+  });
+  for await (const { data } of parseEvents(answer.body)) {
+    if (data === "[DONE]") return;
+    const chunk = JSON.parse(data);
+    if (chunk.error) throw new ServiceError(503, { detail: chunk.error.message, error: chunk.error });
+    onChunk(chunk);
+  }
+}
+
+/** Parses a response body as server-sent events (HTML standard) with data; ignores `retry` and `event`. */
 async function* parseEvents(body) {
   const reader = body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
@@ -154,7 +177,7 @@ async function* parseEvents(body) {
           .filter((line) => line.startsWith(`${name}:`))
           .map((line) => line.slice(name.length + 1).replace(/^ /, ""))
           .join("\n");
-      if (field("data") && field("id")) yield { id: field("id"), data: field("data") };
+      if (field("data")) yield { id: field("id"), data: field("data") };
     }
   }
 }

@@ -7,6 +7,7 @@ import { bytes, dateTime, duration, fixed, number, percent } from "../format.js"
 import { help } from "../terms.js";
 import { actions } from "./actions.js";
 import { badge, method, waitingReason } from "./jobs.js";
+import { playground } from "./playground.js";
 
 export const TITLE = "Job";
 
@@ -354,6 +355,7 @@ async function showOutcome(outcome, job, signal) {
         h("button", { type: "button", onclick: () => download(`${path}/profile/trace.json`, `${job.id}-trace.json`) }, "Trace"),
       h("a", { href: `#/recommendations?training_id=${job.id}` }, "What to choose next"),
     ),
+    result.model_path && playground(job, signal),
     completions.data.length ? h("div", { class: "samples" }, samples(completions.data)) : null,
   );
 }

@@ -1,0 +1,351 @@
+"""An engine's answers are those of transformers' `generate`: for one request and many at once, with rows that
+join and leave, with adapters and without."""
+
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+import torch
+from transformers import GenerationConfig
+
+from app.contract.architecture import BUILT_IN_MODEL
+from app.contract.inference import AnswerPart, InferenceOrder, SamplingOptions, TokenLogprob
+from app.contract.model_fingerprint import fingerprint_of_files
+from app.contract.model_reference import LoraSpec, ModelLayer, ModelReference
+from app.planning.architectures import from_config
+from app.planning.catalogue import TINY_GPT2
+from tests.harness.any_family import long_rope, make_any, small_config
+from workers.inference.agreement import try_rows
+from workers.inference.engine import Engine
+from workers.inference.loading import Loaded
+from workers.inference.merging import merged
+from workers.inference.protocol import AnswerOrder, Reported
+from workers.inference.sampling import SamplingDefaults
+from workers.training.adapters import with_adapters
+from workers.training.tiny_gpt2 import make_tokenizer
+
+CPU = torch.device("cpu")
+TOKENIZER = make_tokenizer()
+FAMILIES = ("gpt2", "llama", "opt", "mistral", "qwen3_next", "gemma3_text", "bloom", "mamba")
+"""Learned, rotary and ALiBi positions, windows, linear attention, and a state space."""
+GREEDY = SamplingOptions(temperature=0)
+MODEL = ModelReference(name=BUILT_IN_MODEL, source="built_in", architecture=from_config(TINY_GPT2))
+
+
+def make(family: str) -> Any:
+    config = small_config(family)
+    if family == "qwen3_next":
+        config.layer_types = ["linear_attention", "full_attention"]
+    model = make_any(config).eval().requires_grad_(False)
+    with torch.no_grad():  # else most tokens would be nearly equally probable
+        for name, weight in model.named_parameters():
+            if weight.dim() > 1 and "router" not in name:
+                weight.mul_(4)
+    return model
+
+
+def prompts_of(count: int) -> list[tuple[int, ...]]:
+    source = torch.Generator().manual_seed(5)
+    lengths = torch.randint(1, 60, (count,), generator=source).tolist()
+    return [tuple(torch.randint(256, (length,), generator=source).tolist()) for length in lengths]
+
+
+def generated(model: Any, prompt: tuple[int, ...], count: int) -> list[int]:
+    own = GenerationConfig(max_new_tokens=count, do_sample=False, eos_token_id=256, pad_token_id=257)
+    given = torch.tensor([prompt])
+    made = model.generate(input_ids=given, attention_mask=torch.ones_like(given), generation_config=own)
+    return [token for token in made[0, len(prompt) :].tolist() if token != 256]
+
+
+def answers(
+    loaded: Loaded, orders: list[AnswerOrder], when: Callable[[Reported], None] = lambda _: None
+) -> dict[str, AnswerPart]:
+    """The answer to each order, whose parts are put together."""
+    lines: SimpleQueue[bytes | None] = SimpleQueue()
+    parts: dict[str, list[AnswerPart]] = {}
+    left = {order.id for order in orders}
+
+    def report(reported: Reported) -> None:
+        when(reported)
+        if reported.id is not None and reported.part is not None:
+            parts.setdefault(reported.id, []).append(reported.part)
+            if reported.part.is_last:
+                left.discard(reported.id)
+                if not left:
+                    lines.put(None)
+
+    engine = Engine(loaded, lines, report)
+    for order in orders:
+        lines.put(order.model_dump_json().encode())
+    running = threading.Thread(target=engine.run)
+    running.start()
+    running.join(120)
+    assert not running.is_alive()
+    return {request_id: merged(own) for request_id, own in parts.items()}
+
+
+def loaded_with(model: Any, tokenizer: Any = TOKENIZER) -> Loaded:
+    return Loaded(model, tokenizer, CPU, SamplingDefaults(), frozenset([256]))
+
+
+def ordered(prompt: tuple[int, ...] | str, max_tokens: int = 24, **given: Any) -> InferenceOrder:
+    options = {"sampling": GREEDY, **given}
+    return InferenceOrder(model=MODEL, prompts=(prompt,), max_tokens=max_tokens, **options)
+
+
+def tokens_in(answer: AnswerPart, index: int = 0) -> list[int]:
+    """The tokens of a choice: log probabilities name each of them."""
+    own = next(delta for delta in answer.deltas if delta.index == index)
+    assert own.logprobs is not None
+    return [token_of(each) for each in own.logprobs]
+
+
+def token_of(each: TokenLogprob) -> int:
+    return next(token for token in range(260) if NAMES[token] == each.token)
+
+
+class Numbers:
+    """A tokenizer whose tokens can be told apart: bytes that are no characters cannot."""
+
+    eos_token_id, chat_template, all_special_ids, is_fast = 256, None, (), False
+
+    def decode(self, tokens: list[int], skip_special_tokens: bool = False) -> str:
+        return "".join(NAMES[token] for token in tokens)
+
+    def __call__(self, text: str, add_special_tokens: bool = True) -> Any:
+        class Encoded:
+            input_ids = [ord(letter) - 0x4E00 for letter in text]
+
+        return Encoded
+
+    def __len__(self) -> int:
+        return 260
+
+
+NAMES = [chr(0x4E00 + token) for token in range(260)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_answers_equal_generate_alone_and_together(family: str) -> None:
+    model = make(family)
+    prompts = prompts_of(16)
+    expected = ["".join(NAMES[token] for token in generated(model, prompt, 24)) for prompt in prompts]
+    loaded = loaded_with(model, Numbers())
+    orders = [AnswerOrder(id=str(number), order=ordered(prompt)) for number, prompt in enumerate(prompts)]
+    together = answers(loaded, orders)
+    assert [text_of(together[str(number)]) for number in range(16)] == expected
+    assert text_of(answers(loaded, orders[:1])["0"]) == expected[0]
+
+
+def text_of(answer: AnswerPart, index: int = 0) -> str:
+    assert answer.error is None, answer.error
+    return next((delta.text for delta in answer.deltas if delta.index == index), "")
+
+
+def test_families_whose_rows_agree_are_computed_together() -> None:
+    found = {family: try_rows(make(family), CPU).agree for family in FAMILIES}
+    assert found == {**dict.fromkeys(FAMILIES, True), "mamba": found["mamba"]}
+
+
+def test_rows_that_depend_on_the_longest_are_computed_alone() -> None:
+    model = make_any(long_rope()).eval()
+    assert not try_rows(model, CPU).agree
+    prompts = prompts_of(4)
+    orders = [AnswerOrder(id=str(number), order=ordered(each, 4)) for number, each in enumerate(prompts)]
+    found = answers(loaded_with(model, Numbers()), orders)
+    for number, prompt in enumerate(prompts):
+        assert text_of(found[str(number)]) == "".join(NAMES[token] for token in generated(model, prompt, 4))
+
+
+def test_requests_join_while_others_are_answered() -> None:
+    model = make("llama")
+    prompts = prompts_of(6)
+    loaded = loaded_with(model, Numbers())
+    lines: SimpleQueue[bytes | None] = SimpleQueue()
+    texts: dict[str, str] = {}
+    ended: list[str] = []
+
+    def add(number: int) -> None:
+        order = AnswerOrder(id=str(number), order=ordered(prompts[number], 10 + 3 * number))
+        lines.put(order.model_dump_json().encode())
+
+    def report(reported: Reported) -> None:
+        if reported.id is None or reported.part is None:
+            return
+        for delta in reported.part.deltas:
+            before = texts.get(reported.id, "")
+            texts[reported.id] = before + delta.text
+            if not before and int(reported.id) < 5:
+                add(int(reported.id) + 1)  # the next one joins once this one has begun
+        if reported.part.is_last:
+            ended.append(reported.id)
+            if len(ended) == 6:
+                lines.put(None)
+
+    engine = Engine(loaded, lines, report)
+    add(0)
+    engine.run()
+    for number, prompt in enumerate(prompts):
+        expected = "".join(NAMES[token] for token in generated(model, prompt, 10 + 3 * number))
+        assert texts[str(number)] == expected
+
+
+def test_a_cancelled_request_leaves_the_others_alone() -> None:
+    model = make("llama")
+    prompts = prompts_of(3)
+    lines: SimpleQueue[bytes | None] = SimpleQueue()
+    texts: dict[str, str] = {}
+
+    def report(reported: Reported) -> None:
+        if reported.id is None or reported.part is None:
+            return
+        for delta in reported.part.deltas:
+            texts[reported.id] = texts.get(reported.id, "") + delta.text
+        if reported.id == "0" and len(texts["0"]) == 3:
+            lines.put(AnswerOrder(id="0").model_dump_json().encode())
+        if reported.part.is_last:
+            lines.put(None)
+
+    engine = Engine(loaded_with(model, Numbers()), lines, report)
+    for number in (0, 1):
+        order = AnswerOrder(id=str(number), order=ordered(prompts[number], 20))
+        lines.put(order.model_dump_json().encode())
+    engine.run()
+    assert 3 <= len(texts["0"]) < 20
+    assert texts["1"] == "".join(NAMES[token] for token in generated(model, prompts[1], 20))
+
+
+def adapter(model: Any, folder: Path, rank: int, seed: int) -> tuple[ModelLayer, Path]:
+    """Saved adapters with random values, as a job leaves them."""
+    lora = LoraSpec(r=rank, alpha=2 * rank, dropout=0.0, target_modules=None, merge=False)
+    adapted = with_adapters(model, lora, seed=seed)
+    with torch.no_grad():
+        source = torch.Generator().manual_seed(seed)
+        for name, weight in adapted.named_parameters():
+            if ".lora_" in name:
+                weight.copy_(torch.randn(weight.shape, generator=source) * 0.3)
+    adapted.save_pretrained(folder)
+    layer = ModelLayer(
+        name=f"ft:{seed}",
+        job_id="ftjob-1",
+        folder="model",
+        lora=lora,
+        fingerprint=fingerprint_of_files(folder),
+    )
+    return layer, folder
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "opt", "mistral", "gemma3_text", "bloom"])
+def test_adapters_share_the_model(family: str, tmp_path: Path) -> None:
+    layers = [adapter(make(family), tmp_path / str(rank), rank, seed=rank) for rank in (2, 4)]
+    prompts = prompts_of(4)
+    expected: list[str] = []
+    for layer, path in layers:
+        merged_model = tuned(make(family), layer, path)
+        expected += ["".join(NAMES[t] for t in generated(merged_model, each, 12)) for each in prompts]
+    plain = make(family)
+    expected += ["".join(NAMES[token] for token in generated(plain, each, 12)) for each in prompts]
+    assert len(set(expected)) > len(prompts)  # the adapters have an effect
+    orders = []
+    for own in (*layers, None):
+        for prompt in prompts:
+            reference = MODEL
+            if own is not None:
+                reference = MODEL.model_copy(
+                    update={"name": own[0].name, "base": MODEL.name, "layers": (own[0],)}
+                )
+            order = ordered(prompt, 12).model_copy(update={"model": reference})
+            path = None if own is None else str(own[1])
+            orders.append(AnswerOrder(id=str(len(orders)), order=order, adapter_path=path))
+    found = answers(loaded_with(make(family), Numbers()), orders)
+    assert [text_of(found[str(number)]) for number in range(len(orders))] == expected
+
+
+def tuned(model: Any, layer: ModelLayer, path: Path) -> Any:
+    from peft import PeftModel
+
+    return PeftModel.from_pretrained(model, path).eval()
+
+
+def test_choices_are_drawn_apart_and_repeatably() -> None:
+    loaded = loaded_with(make("llama"), Numbers())
+    order = ordered(prompts_of(1)[0], 16, choices=4, sampling=SamplingOptions(temperature=1, seed=4))
+    first, second = (answers(loaded, [AnswerOrder(id="a", order=order)])["a"] for _ in range(2))
+    texts = [text_of(first, index) for index in range(4)]
+    assert len(set(texts)) == 4
+    assert texts == [text_of(second, index) for index in range(4)]
+    assert first.usage is not None
+    assert first.usage.prompt_tokens == len(order.prompts[0])
+
+
+def test_log_probabilities_are_those_of_the_model() -> None:
+    model = make("llama")
+    prompt = prompts_of(1)[0]
+    order = ordered(prompt, 5, logprobs=3)
+    found = answers(loaded_with(model, Numbers()), [AnswerOrder(id="a", order=order)])["a"]
+    made = tokens_in(found)
+    whole = torch.log_softmax(model(torch.tensor([[*prompt, *made]])).logits[0].float(), dim=-1)
+    assert found.deltas[0].logprobs is not None
+    for place, each in enumerate(found.deltas[0].logprobs):
+        row = whole[len(prompt) + place - 1]
+        assert each.logprob == pytest.approx(float(row[made[place]]), abs=1e-4)
+        assert [other.logprob for other in each.top] == pytest.approx(row.topk(3).values.tolist(), abs=1e-4)
+
+
+def test_a_chat_is_rendered_and_ends_with_the_turn() -> None:
+    model = make("gpt2")
+    order = InferenceOrder(
+        model=MODEL, messages=({"role": "user", "content": "Hi"},), max_tokens=5, sampling=GREEDY
+    )
+    prompt = TOKENIZER("<|turn|>user\nHi<|end|>\n<|turn|>assistant\n", add_special_tokens=False).input_ids
+    end = TOKENIZER.convert_tokens_to_ids("<|end|>")
+    found = answers(loaded_with(model), [AnswerOrder(id="a", order=order)])["a"]
+    assert found.usage is not None
+    assert found.usage.prompt_tokens == len(prompt)
+    forced = order.model_copy(update={"sampling": SamplingOptions(temperature=0, logit_bias={end: 100})})
+    ended = answers(loaded_with(model), [AnswerOrder(id="a", order=forced)])["a"]
+    assert (text_of(ended), ended.deltas[0].finish_reason) == ("", "stop")
+
+
+@pytest.mark.parametrize(
+    ("given", "code", "message"),
+    [
+        ({"prompts": (tuple(range(256)) * 3,)}, "context_length_exceeded", "context has 512 tokens"),
+        ({"prompts": ((300,),)}, "invalid_request", "smaller than 260"),
+        ({"messages": ({"role": "user", "content": "Hi"},)}, "no_chat_template", "has no chat template"),
+    ],
+)
+def test_what_cannot_be_answered_is_refused(given: dict[str, Any], code: str, message: str) -> None:
+    order = InferenceOrder(model=MODEL, max_tokens=5, **given)
+    found = answers(loaded_with(make("llama"), Numbers()), [AnswerOrder(id="a", order=order)])["a"]
+    assert found.error is not None
+    assert (found.error.status, found.error.code) == (400, code)
+    assert message in found.error.message
+
+
+def test_an_error_of_a_template_quotes_nothing() -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{{ raise_exception(messages[0]['content']) }}"
+    order = InferenceOrder(model=MODEL, messages=({"role": "user", "content": "secret"},), max_tokens=5)
+    found = answers(loaded_with(make("gpt2"), tokenizer), [AnswerOrder(id="a", order=order)])["a"]
+    assert found.error is not None
+    assert found.error.field == "messages"
+    assert "secret" not in json.dumps(found.model_dump())
+
+
+def test_an_answer_ends_at_the_context() -> None:
+    loaded = loaded_with(make("llama"), Numbers())
+    order = ordered(tuple([7] * 508), 100)
+    found = answers(loaded, [AnswerOrder(id="a", order=order)])["a"]
+    assert found.usage is not None
+    assert found.usage.completion_tokens <= 4
+
+
+def test_echo_begins_with_the_prompt() -> None:
+    loaded = loaded_with(make("gpt2"))
+    echoed = answers(loaded, [AnswerOrder(id="a", order=ordered("one two", 0, echo=True))])["a"]
+    assert (text_of(echoed), echoed.deltas[0].finish_reason) == ("one two", "length")

@@ -1,0 +1,97 @@
+"""A process that the supervisor keeps beside its trainers, and restarts if it dies."""
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+
+import structlog
+
+from app import PACKAGE_PREFIX, PACKAGES_FOLDER
+from app.settings import Settings
+from workers.run_directory import LIFELINE_VARIABLE
+
+log = structlog.get_logger("accrue.worker")
+
+
+class HelperProcess:
+    """`python -m` with one of the workers' modules; it ends with the process that made this object.
+
+    Args:
+        name: what the log calls it.
+        module: its module, below `workers`.
+        environment: variables that differ from the worker's own; None: the variable is left out.
+        restart_seconds: how long after a start it is started again.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        name: str,
+        module: str,
+        environment: Mapping[str, str | None],
+        restart_seconds: float,
+    ) -> None:
+        self._settings, self._name, self._module = settings, name, module
+        self._environment, self._restart_seconds = environment, restart_seconds
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lifeline: int | None = None
+        self._started_at = float("-inf")
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def keep_alive(self) -> None:
+        """Starts the process, or restarts it if it ended some time ago."""
+        if self.is_alive or time.monotonic() < self._started_at + self._restart_seconds:
+            return
+        if self._process is not None and self._process.returncode != 0:
+            log.warning(f"the {self._name} ended and is restarted", status=self._process.returncode)
+        self._close_lifeline()
+        self._started_at = time.monotonic()
+        self._start()
+
+    def end(self) -> None:
+        """Kills the process. The next one takes over its requests."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+        self._close_lifeline()
+
+    def _start(self) -> None:
+        theirs, self._lifeline = os.pipe()
+        changed = {**os.environ, "ACCRUE_DATABASE_URL": self._settings.resolved_database_url}
+        environment = {**changed, **self._environment, LIFELINE_VARIABLE: str(theirs)}
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", f"{PACKAGE_PREFIX}workers.{self._module}"],
+                stdin=subprocess.DEVNULL,
+                env={name: value for name, value in environment.items() if value is not None},
+                pass_fds=[theirs],
+                start_new_session=True,
+                cwd=PACKAGES_FOLDER,
+            )
+        except OSError as error:
+            log.warning(f"the {self._name} could not be started", error=str(error))
+        finally:
+            os.close(theirs)
+
+    def _close_lifeline(self) -> None:
+        if self._lifeline is not None:
+            with contextlib.suppress(OSError):
+                os.close(self._lifeline)
+        self._lifeline = None
+
+
+def profiler(settings: Settings) -> HelperProcess:
+    """`python -m workers.profiling`, which simulates memory and makes previews."""
+    hidden = {"HF_TOKEN": None, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    return HelperProcess(settings, "profiler", "profiling", hidden, restart_seconds=30.0)
+
+
+def inference(settings: Settings) -> HelperProcess:
+    """`python -m workers.inference`, which answers requests. It ends by itself if there are none."""
+    return HelperProcess(settings, "inference process", "inference", {}, restart_seconds=1.0)

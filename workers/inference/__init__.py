@@ -1,0 +1,1 @@
+"""Answers requests with base and tuned models."""

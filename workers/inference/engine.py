@@ -1,0 +1,317 @@
+"""Answers requests with one model: chooses which are computed together, and reports what they add."""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from queue import Empty, SimpleQueue
+
+import torch
+from torch import Tensor
+
+from app.contract.inference import AnswerPart, ChoiceDelta, InferenceError, InferenceOrder, Usage
+from app.contract.model_reference import ModelLayer
+from workers.inference import agreement, one_at_a_time
+from workers.inference.batch import Batch
+from workers.inference.choice import Choice
+from workers.inference.loading import Loaded, NotShared
+from workers.inference.prompts import PromptReader
+from workers.inference.protocol import AnswerOrder, Reported
+from workers.inference.refusal import Refused, refused, unavailable
+from workers.inference.text_stream import TextStream
+from workers.training.exceptions import CannotTrain
+from workers.training.host_memory import available_on_host
+
+Report = Callable[[Reported], None]
+
+MAX_ROWS = 64
+"""The maximum number of choices that are computed together."""
+
+_CACHE_SHARE = 0.5
+"""The share of the memory that is free after loading that caches may take."""
+
+
+@dataclass
+class _Request:
+    """A request that is being answered."""
+
+    choices: list[Choice]
+    prompt_tokens: int
+
+
+class Engine:
+    """Answers requests with a loaded model."""
+
+    def __init__(self, loaded: Loaded, lines: "SimpleQueue[bytes | None]", report: Report) -> None:
+        """
+        Args:
+            lines: orders, as lines of JSON; None at their end.
+            report: takes what is to be told.
+        """
+        self._loaded, self._lines, self._report = loaded, lines, report
+        self._reader = PromptReader(loaded.tokenizer, loaded.context)
+        self._requests: dict[str, _Request] = {}
+        self._waiting: deque[tuple[str | None, list[Choice]]] = deque()
+        """Choices of one prompt each, with their adapters."""
+        self._batches: list[tuple[str | None, Batch]] = []
+        rows = agreement.try_rows(loaded.model, loaded.device)
+        self._together = rows.agree
+        free = _free_bytes(loaded.device)
+        size = max(1.0, rows.bytes_per_token)
+        self._tokens_at_most = int(min(_CACHE_SHARE * free / size, 2**31))
+        self._ended = False
+
+    def run(self) -> None:
+        """Runs until the input ends."""
+        self._report(Reported(ready=True))
+        with torch.inference_mode():
+            while not self._ended:
+                self._read_orders(waits=not (self._waiting or self._batches))
+                self._guarded(self._begin_waiting)
+                for adapter, batch in list(self._batches):
+                    self._guarded(partial(self._step, adapter, batch), batch)
+                self._batches = [each for each in self._batches if each[1].rows]
+        self._reader.close()
+
+    def _read_orders(self, *, waits: bool) -> None:
+        with suppress(Empty):
+            while True:
+                line = self._lines.get(block=waits)
+                waits = False
+                if line is None:
+                    self._ended = True
+                    return
+                order = AnswerOrder.model_validate_json(line)
+                if order.order is None:
+                    self._cancel(order.id)
+                else:
+                    self._accept(order.id, order.order, order.adapter_path)
+
+    def _accept(self, request_id: str, order: InferenceOrder, adapter_path: str | None) -> None:
+        """Prepares the choices of a request."""
+        try:
+            adapter = self._adapter(order.adapter(), adapter_path)
+            choices = self._choices(request_id, order)
+        except NotShared:
+            self._report(Reported(id=request_id, not_shared=True))
+            return
+        except Refused as refusal:
+            self._refuse(request_id, refusal.error)
+            return
+        except CannotTrain as error:
+            self._refuse(request_id, refused(f"{error}.", field="model").error)
+            return
+        except Exception as error:  # tokenizers and templates may raise anything, quoting what users wrote
+            self._refuse(request_id, unexpected(error))
+            return
+        by_prompt = [
+            choices[first : first + order.choices] for first in range(0, len(choices), order.choices)
+        ]
+        prompt_tokens = sum(len(own[0].prompt) for own in by_prompt)
+        self._requests[request_id] = _Request(choices, prompt_tokens)
+        if order.echo:
+            texts = [self._loaded.tokenizer.decode(own.prompt, skip_special_tokens=True) for own in choices]
+            deltas = [
+                ChoiceDelta(index=own.index, text=text) for own, text in zip(choices, texts, strict=True)
+            ]
+            self._report(Reported(id=request_id, part=AnswerPart(deltas=tuple(deltas))))
+        if choices[0].max_tokens == 0:
+            for choice in choices:
+                choice.finish_reason = "length"
+            self._tell(
+                request_id, [ChoiceDelta(index=each.index, finish_reason="length") for each in choices]
+            )
+            return
+        self._waiting += [(adapter, own) for own in by_prompt]
+
+    def _adapter(self, layer: ModelLayer | None, path: str | None) -> str | None:
+        if layer is None or path is None:
+            return None
+        self._loaded.add_adapter(layer, Path(path))
+        return layer.name
+
+    def _choices(self, request_id: str, order: InferenceOrder) -> list[Choice]:
+        sampling = self._loaded.defaults.sampling(order.sampling)
+        tokens, texts = self._reader.ends(order)
+        made: list[Choice] = []
+        for prompt in self._reader.prompts(order):
+            room = self._loaded.context - len(prompt)
+            for _ in range(order.choices):
+                source = torch.Generator(self._loaded.device)
+                if order.sampling.seed is None:
+                    source.seed()
+                else:
+                    source.manual_seed((order.sampling.seed + len(made)) % 2**63)
+                made.append(
+                    Choice(
+                        request_id=request_id,
+                        index=len(made),
+                        prompt=prompt,
+                        max_tokens=room if order.max_tokens is None else min(order.max_tokens, room),
+                        ends=self._loaded.ends | tokens,
+                        sampling=sampling,
+                        text=TextStream(self._loaded.tokenizer, (*order.stop, *texts)),
+                        tokenizer=self._loaded.tokenizer,
+                        source=source,
+                        logprobs=order.logprobs,
+                    )
+                )
+        return made
+
+    def _begin_waiting(self) -> None:
+        """Lets waiting choices join a batch, as long as there is room."""
+        while self._waiting:
+            adapter, choices = self._waiting[0]
+            if not self._together:
+                self._waiting.popleft()
+                for choice in choices:
+                    if choice.request_id in self._requests:
+                        self._generate(adapter, choice)
+                continue
+            batch = self._batch_for(adapter, choices)
+            if batch is None:
+                return
+            self._waiting.popleft()
+            self._guarded(partial(self._join, adapter, batch, choices), batch, choices)
+            if self._lines.qsize():
+                return
+
+    def _batch_for(self, adapter: str | None, choices: list[Choice]) -> Batch | None:
+        """The batch that choices join; None if they have to wait.
+
+        Raises:
+            Refused: they never fit.
+        """
+        rows = sum(len(batch.rows) for _, batch in self._batches)
+        used = sum(len(batch.rows) * batch.columns_at_most for _, batch in self._batches)
+        for own, batch in self._batches:
+            elsewhere = used - len(batch.rows) * batch.columns_at_most
+            if (
+                own == adapter
+                and rows + len(choices) <= MAX_ROWS
+                and batch.takes(choices, self._tokens_at_most - elsewhere)
+            ):
+                return batch
+        made = Batch(self._loaded.model, self._loaded.device)
+        if (rows + len(choices) <= MAX_ROWS or not rows) and made.takes(choices, self._tokens_at_most - used):
+            self._batches.append((adapter, made))
+            return made
+        if not self._batches:
+            self._waiting.popleft()
+            raise _OfRequest(
+                choices[0].request_id,
+                unavailable(
+                    f"The request may reach {len(choices) * choices[0].longest} tokens, and there is memory "
+                    f"for {self._tokens_at_most}: ask for fewer tokens."
+                ).error,
+            )
+        return None
+
+    def _join(self, adapter: str | None, batch: Batch, choices: list[Choice]) -> None:
+        with self._loaded.active(adapter):
+            taken = list(batch.join(choices))
+        self._take_all(batch, taken)
+
+    def _step(self, adapter: str | None, batch: Batch) -> None:
+        if not batch.rows:
+            return
+        with self._loaded.active(adapter):
+            taken = list(batch.step())
+        self._take_all(batch, taken)
+
+    def _take_all(self, batch: Batch, found: Sequence[tuple[Choice, Tensor]]) -> None:
+        """Chooses the next token of rows, and removes those that end."""
+        deltas: dict[str, list[ChoiceDelta]] = {}
+        plain = [choice.sampling.is_plain for choice, _ in found]
+        tokens = torch.stack([logits for _, logits in found]).argmax(-1).tolist() if any(plain) else []
+        for number, (choice, logits) in enumerate(found):
+            token = tokens[number] if plain[number] else choice.next_token(logits)
+            if (delta := choice.take(token, logits)) is not None:
+                deltas.setdefault(choice.request_id, []).append(delta)
+        batch.leave([choice for choice, _ in found if choice.finish_reason is not None])
+        for request_id, own in deltas.items():
+            self._tell(request_id, own)
+
+    def _generate(self, adapter: str | None, choice: Choice) -> None:
+        """Answers a choice alone."""
+
+        def take(own: Choice, logits: Tensor) -> bool:
+            if (delta := own.take(own.next_token(logits), logits)) is not None:
+                self._tell(own.request_id, [delta])
+            self._read_orders(waits=False)
+            return own.finish_reason is None and own.request_id in self._requests and not self._ended
+
+        def answer() -> None:
+            with self._loaded.active(adapter):
+                one_at_a_time.generate(self._loaded.model, choice, take, self._loaded.device)
+
+        self._guarded(answer, None, [choice])
+
+    def _tell(self, request_id: str, deltas: list[ChoiceDelta]) -> None:
+        """Reports what was added to a request's choices, and its end with the last of them."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return
+        usage = None
+        if all(choice.finish_reason is not None for choice in request.choices):
+            made = sum(len(choice.made) for choice in request.choices)
+            usage = Usage(prompt_tokens=request.prompt_tokens, completion_tokens=made)
+            del self._requests[request_id]
+        self._report(Reported(id=request_id, part=AnswerPart(deltas=tuple(deltas), usage=usage)))
+
+    def _refuse(self, request_id: str, error: InferenceError) -> None:
+        self._cancel(request_id)
+        self._report(Reported(id=request_id, part=AnswerPart(error=error)))
+
+    def _cancel(self, request_id: str) -> None:
+        self._requests.pop(request_id, None)
+        self._waiting = deque(each for each in self._waiting if each[1][0].request_id != request_id)
+        for _, batch in self._batches:
+            batch.leave([row for row in batch.rows if row.request_id == request_id])
+
+    def _guarded(
+        self, work: Callable[[], None], batch: Batch | None = None, choices: Sequence[Choice] = ()
+    ) -> None:
+        """Does work; if it fails, the requests that it was for get the reason."""
+        try:
+            work()
+        except _OfRequest as error:
+            self._refuse(error.request_id, error.error)
+        except Exception as error:
+            failed = {each.request_id for each in (*(batch.rows if batch is not None else ()), *choices)}
+            if batch is not None:
+                batch.leave(list(batch.rows))
+            is_memory = isinstance(error, torch.OutOfMemoryError)
+            reason = _out_of_memory() if is_memory else unexpected(error)
+            if self._loaded.device.type == "cuda" and isinstance(error, RuntimeError) and not is_memory:
+                self._ended = True  # after such an error, a process cannot use its GPU any more
+            for request_id in failed:
+                self._refuse(request_id, reason)
+
+
+class _OfRequest(Exception):
+    """The reason why one request is refused."""
+
+    def __init__(self, request_id: str, error: InferenceError) -> None:
+        super().__init__(error.message)
+        self.request_id, self.error = request_id, error
+
+
+def _out_of_memory() -> InferenceError:
+    return unavailable(
+        "The device ran out of memory while answering: send shorter requests, or fewer at once."
+    ).error
+
+
+def unexpected(error: Exception) -> InferenceError:
+    return InferenceError(
+        status=500, code="internal_error", message=f"The model could not answer ({type(error).__name__})."
+    )
+
+
+def _free_bytes(device: torch.device) -> float:
+    if device.type == "cuda":
+        return float(torch.cuda.mem_get_info(device)[0])
+    return available_on_host()

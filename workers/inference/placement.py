@@ -1,0 +1,95 @@
+"""Where a model is loaded: on a free GPU that it fits on, or on the CPU."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from app.contract.model_reference import ModelReference
+from app.devices import gpus
+from app.models import base_models
+from app.planning.devices import Device
+from app.settings import Settings
+from workers.device_locks import DeviceLocks
+from workers.slots import Slots
+from workers.training.host_memory import available_on_host
+
+_FULL = 0.9
+"""The share of a device's memory that a model may take."""
+
+_ROOM = 1.15
+"""A model's memory, in relation to that of its weights."""
+
+_BYTES_PER_PARAMETER = 2
+"""Of a model whose files are not on this machine yet."""
+
+
+@dataclass
+class Place:
+    """Where an engine computes."""
+
+    device: Device | None
+    """A GPU, or None for the CPU."""
+    lock: int | None = None
+    """The descriptor of the GPU's lock, which keeps trainers from it."""
+
+    @property
+    def torch_name(self) -> str:
+        return "cuda" if self.device is not None else "cpu"
+
+    def leave(self) -> None:
+        """Gives the GPU back."""
+        if self.lock is not None:
+            os.close(self.lock)
+            self.lock = None
+
+
+class DoesNotFit(Exception):
+    """There is not enough memory; the message says how much there is."""
+
+
+@dataclass
+class Placement:
+    """Finds places for models on this machine."""
+
+    settings: Settings
+    locks: DeviceLocks
+    slots: Slots
+    is_wanted: Callable[[], bool]
+    """Whether training needs the GPUs."""
+
+    def place(self, model: ModelReference) -> Place:
+        """The place for a model.
+
+        Raises:
+            DoesNotFit: no device has enough memory.
+        """
+        needed = _ROOM * weight_bytes(model, self.settings)
+        if self.settings.inference == "auto" and not (self.settings.inference_yields and self.is_wanted()):
+            for device in self.slots.usable():
+                if device.kind == "cuda" and needed <= _FULL * device.memory_bytes:
+                    lock = self.locks.take(device)
+                    if lock is not None:
+                        return Place(device, lock)
+        free = available_on_host()
+        if needed > _FULL * free:
+            raise DoesNotFit(
+                f"{model.name} needs about {needed / 2**30:.1f} GiB to answer, and this machine has "
+                f"{free / 2**30:.1f} GiB of free memory, and no free GPU that is large enough"
+            )
+        return Place(None)
+
+
+def weight_bytes(model: ModelReference, settings: Settings) -> int:
+    """The bytes of a model's weights: of its files or, before they are here, of its parameters."""
+    try:
+        folder = Path(base_models.path_of(model, settings))
+        found = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    except (ValueError, OSError):
+        found = 0
+    return found or _BYTES_PER_PARAMETER * model.architecture.parameters
+
+
+def threads_of_cpu(settings: Settings) -> int:
+    """The threads with which an engine computes on the CPU."""
+    return settings.cpu_threads or gpus.cpu_threads()
