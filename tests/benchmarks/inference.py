@@ -1,4 +1,4 @@
-"""`make bench-inference`: how soon and how fast a model answers, beside `transformers serve` on the same cores.
+"""`make bench-inference`: how soon and how fast a model answers, beside `transformers serve`.
 
 Both serve the same small Llama in turns: sixteen clients at once and one client, each with greedy answers of
 the same length through the same openai client. `transformers serve` runs as it does by default, and with

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -117,10 +118,7 @@ class Numbers:
         return "".join(NAMES[token] for token in tokens)
 
     def __call__(self, text: str, add_special_tokens: bool = True) -> Any:
-        class Encoded:
-            input_ids = [ord(letter) - 0x4E00 for letter in text]
-
-        return Encoded
+        return SimpleNamespace(input_ids=[ord(letter) - 0x4E00 for letter in text])
 
     def __len__(self) -> int:
         return 260

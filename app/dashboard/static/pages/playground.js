@@ -82,14 +82,14 @@ function side(title, model) {
     ask(
       "v1/chat/completions",
       { model, messages: [{ role: "user", content: message }], max_tokens: MOST_TOKENS },
-      (chunk) => chunk.choices.forEach((choice) => add(choice.delta.content ?? "")),
+      (chunk) => add(chunk.choices[0]?.delta.content ?? ""),
       signal,
     );
   const complete = (message, add, signal) =>
     ask(
       "v1/completions",
       { model, prompt: message, max_tokens: MOST_TOKENS },
-      (chunk) => chunk.choices.forEach((choice) => add(choice.text)),
+      (chunk) => add(chunk.choices[0]?.text ?? ""),
       signal,
     );
   return { element, answer };
