@@ -48,7 +48,7 @@ def accrue(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Accrue]:
     ensure_tiny_gpt2(folder / "models" / "my-model")
     with running(folder) as accrue:
         accrue.serve()
-        accrue.start("worker", ACCRUE_PROFILER="true")
+        accrue.start("worker", ACCRUE_PROFILER="true", ACCRUE_INFERENCE="auto")
         until(lambda: accrue.get("/gradient-accumulation/workers")["data"])
         yield accrue
 
@@ -62,8 +62,9 @@ def test_documented_commands_run_unchanged(accrue: Accrue, tmp_path: Path, name:
     for command in commands_of(name):
         own = command.replace("http://localhost:8000", accrue.url)
         done = subprocess.run(
-            ["bash", "-c", own], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=180
-        )
+            ["bash", "-c", own], cwd=tmp_path, env=env, stdin=subprocess.DEVNULL, capture_output=True,
+            text=True, timeout=180,
+        )  # fmt: skip
         allowed = (0, 2) if own.startswith("accrue plan ") else (0,)
         assert done.returncode in allowed, f"{own}\n{done.stdout}{done.stderr}"
         if own.startswith("accrue keys create "):
