@@ -51,6 +51,8 @@ class InferenceOrder(Frozen):
     logprobs: int | None = None
     """For each token, the log probabilities of this many of the most probable tokens are returned, too; None:
     no log probabilities at all."""
+    streams: bool = False
+    """Whether parts of the answer are sent while it is made, or only the whole."""
     echo: bool = False
     """Whether an answer begins with its prompt."""
     sampling: SamplingOptions = SamplingOptions()

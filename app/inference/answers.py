@@ -12,11 +12,11 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from app.contract.inference import AnswerPart, InferenceError
 from app.inference import requests
-from app.storage.database import Database
+from app.storage.database import ChangeDetector, Database
 
 log = structlog.get_logger("accrue.service")
 
-_POLL_SECONDS = 0.02
+_POLL_SECONDS = 0.005
 _CHECK_SECONDS = 1.0
 """How often it is checked whether a process works on each request."""
 
@@ -74,11 +74,13 @@ class AnswerReader:
     async def _poll(self) -> None:
         structlog.contextvars.clear_contextvars()  # drop the context of the request that started this task
         check_at = time.monotonic() + _CHECK_SECONDS
+        changes = ChangeDetector(self._database)
         while self._waiting:
             read = {each.request_id: each.parts for each in self._waiting.values()}
             try:
-                for request_id, number, part in await to_thread.run_sync(self._new_parts, read):
-                    self._deliver(request_id, number, part)
+                if changes.any():
+                    for request_id, number, part in await to_thread.run_sync(self._new_parts, read):
+                        self._deliver(request_id, number, part)
                 if time.monotonic() > check_at:
                     self._check(list(read), *await to_thread.run_sync(self._unclaimed, list(read)))
                     check_at = time.monotonic() + _CHECK_SECONDS

@@ -84,10 +84,11 @@ async def chat(
             stop=requested.stops(),
             logprobs=(requested.top_logprobs or 0) if requested.logprobs else None,
             sampling=requested.sampling(),
+            streams=bool(requested.stream),
         )
 
     shape = partial(ChatFormat, model=requested.model, with_usage=requested.includes_usage)
-    return await _answer(request, database, await slowly(order), shape, streams=bool(requested.stream))
+    return await _answer(request, database, await slowly(order), shape)
 
 
 @router.post("/completions", summary="Complete texts", response_model=CompletionResponse, responses=_STREAM)
@@ -110,10 +111,11 @@ async def complete(
             logprobs=requested.logprobs,
             echo=bool(requested.echo),
             sampling=requested.sampling(),
+            streams=bool(requested.stream),
         )
 
     shape = partial(CompletionFormat, model=requested.model, with_usage=requested.includes_usage)
-    return await _answer(request, database, await slowly(order), shape, streams=bool(requested.stream))
+    return await _answer(request, database, await slowly(order), shape)
 
 
 def _model(name: str, database: Database, settings: Settings) -> ModelReference:
@@ -134,8 +136,6 @@ async def _answer(
     database: Database,
     order: InferenceOrder,
     shape: Callable[[str], AnswerFormat],
-    *,
-    streams: bool,
 ) -> Response:
     """Waits for the answer, or for its first part if it is to be streamed: until then, an error has a status
     of its own.
@@ -153,7 +153,7 @@ async def _answer(
         try:
             form = shape(request_id)
             first = await _next(parts, request)
-            if streams:
+            if order.streams:
                 events = _events(request, form, first, parts)
                 return _AnswerStream(
                     events,

@@ -36,7 +36,7 @@ MAX_CLAIMED = 256
 
 _STORE_SECONDS = 0.05
 """How often parts are stored: more often, a fast model would keep the disk busy."""
-_ACTIVE_SECONDS, _IDLE_SECONDS = 0.01, 0.02
+_ACTIVE_SECONDS, _IDLE_SECONDS = 0.005, 0.01
 """How long a turn waits for engines: while requests are answered, and while there are none."""
 _CHECK_SECONDS = 1.0
 """How often it is checked whether training needs a GPU, and which engines have nothing to do."""

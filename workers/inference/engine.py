@@ -1,5 +1,6 @@
 """Answers requests with one model: chooses which are computed together, and reports what they add."""
 
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -17,6 +18,7 @@ from workers.inference import agreement, one_at_a_time
 from workers.inference.batch import Batch
 from workers.inference.choice import Choice
 from workers.inference.loading import Loaded, NotShared
+from workers.inference.merging import merged
 from workers.inference.prompts import PromptReader
 from workers.inference.protocol import AnswerOrder, Reported
 from workers.inference.refusal import Refused, refused, unavailable
@@ -29,6 +31,9 @@ Report = Callable[[Reported], None]
 MAX_ROWS = 64
 """The maximum number of choices that are computed together."""
 
+_TELL_SECONDS = 0.02
+"""How often what was added to answers is reported."""
+
 _CACHE_SHARE = 0.5
 """The share of the memory that is free after loading that caches may take."""
 
@@ -39,6 +44,7 @@ class _Request:
 
     choices: list[Choice]
     prompt_tokens: int
+    streams: bool
 
 
 class Engine:
@@ -62,6 +68,8 @@ class Engine:
         size = max(1.0, rows.bytes_per_token)
         self._tokens_at_most = int(min(_CACHE_SHARE * free / size, 2**31))
         self._ended = False
+        self._untold: dict[str, list[ChoiceDelta]] = {}
+        self._tell_at = 0.0
 
     def run(self) -> None:
         """Runs until the input ends."""
@@ -73,6 +81,7 @@ class Engine:
                 for adapter, batch in list(self._batches):
                     self._guarded(partial(self._step, adapter, batch), batch)
                 self._batches = [each for each in self._batches if each[1].rows]
+                self._tell_if_due()
         self._reader.close()
 
     def _read_orders(self, *, waits: bool) -> None:
@@ -110,7 +119,7 @@ class Engine:
             choices[first : first + order.choices] for first in range(0, len(choices), order.choices)
         ]
         prompt_tokens = sum(len(own[0].prompt) for own in by_prompt)
-        self._requests[request_id] = _Request(choices, prompt_tokens)
+        self._requests[request_id] = _Request(choices, prompt_tokens, order.streams)
         if order.echo:
             texts = [self._loaded.tokenizer.decode(own.prompt, skip_special_tokens=True) for own in choices]
             deltas = [
@@ -120,9 +129,9 @@ class Engine:
         if choices[0].max_tokens == 0:
             for choice in choices:
                 choice.finish_reason = "length"
-            self._tell(
-                request_id, [ChoiceDelta(index=each.index, finish_reason="length") for each in choices]
-            )
+            ended = [ChoiceDelta(index=each.index, finish_reason="length") for each in choices]
+            self._untold[request_id] = ended
+            self._tell(request_id)
             return
         self._waiting += [(adapter, own) for own in by_prompt]
 
@@ -232,14 +241,19 @@ class Engine:
                 deltas.setdefault(choice.request_id, []).append(delta)
         batch.leave([choice for choice, _ in found if choice.finish_reason is not None])
         for request_id, own in deltas.items():
-            self._tell(request_id, own)
+            self._untold.setdefault(request_id, []).extend(own)
+            if self._is_over(request_id):
+                self._tell(request_id)
 
     def _generate(self, adapter: str | None, choice: Choice) -> None:
         """Answers a choice alone."""
 
         def take(own: Choice, logits: Tensor) -> bool:
             if (delta := own.take(own.next_token(logits), logits)) is not None:
-                self._tell(own.request_id, [delta])
+                self._untold.setdefault(own.request_id, []).append(delta)
+            if self._is_over(own.request_id):
+                self._tell(own.request_id)
+            self._tell_if_due()
             self._read_orders(waits=False)
             return own.finish_reason is None and own.request_id in self._requests and not self._ended
 
@@ -249,17 +263,32 @@ class Engine:
 
         self._guarded(answer, None, [choice])
 
-    def _tell(self, request_id: str, deltas: list[ChoiceDelta]) -> None:
-        """Reports what was added to a request's choices, and its end with the last of them."""
+    def _tell_if_due(self) -> None:
+        """Reports what was added to all requests, unless that was done a moment ago."""
+        now = time.monotonic()
+        if self._untold and now >= self._tell_at:
+            self._tell_at = now + _TELL_SECONDS
+            for request_id in list(self._untold):
+                if self._requests[request_id].streams:
+                    self._tell(request_id)
+
+    def _is_over(self, request_id: str) -> bool:
+        """Whether all choices of a request have ended."""
         request = self._requests.get(request_id)
+        return request is None or all(choice.finish_reason is not None for choice in request.choices)
+
+    def _tell(self, request_id: str) -> None:
+        """Reports what was added to a request's choices, and its end with the last of them."""
+        request, deltas = self._requests.get(request_id), self._untold.pop(request_id, [])
         if request is None:
             return
         usage = None
-        if all(choice.finish_reason is not None for choice in request.choices):
+        if self._is_over(request_id):
             made = sum(len(choice.made) for choice in request.choices)
             usage = Usage(prompt_tokens=request.prompt_tokens, completion_tokens=made)
             del self._requests[request_id]
-        self._report(Reported(id=request_id, part=AnswerPart(deltas=tuple(deltas), usage=usage)))
+        part = merged([AnswerPart(deltas=tuple(deltas), usage=usage)])
+        self._report(Reported(id=request_id, part=part))
 
     def _refuse(self, request_id: str, error: InferenceError) -> None:
         self._cancel(request_id)
@@ -267,6 +296,7 @@ class Engine:
 
     def _cancel(self, request_id: str) -> None:
         self._requests.pop(request_id, None)
+        self._untold.pop(request_id, None)
         self._waiting = deque(each for each in self._waiting if each[1][0].request_id != request_id)
         for _, batch in self._batches:
             batch.leave([row for row in batch.rows if row.request_id == request_id])

@@ -6,9 +6,7 @@ from app.contract.inference import AnswerPart, ChoiceDelta
 
 
 def merged(parts: Sequence[AnswerPart]) -> AnswerPart:
-    """One part with what several add, in their order."""
-    if len(parts) == 1:
-        return parts[0]
+    """One part with what several add, in their order: one delta for each choice."""
     deltas: dict[int, ChoiceDelta] = {}
     for part in parts:
         for delta in part.deltas:
