@@ -1,5 +1,6 @@
 """accrue chat: talks to a model in the terminal."""
 
+import re
 import sys
 from collections.abc import Iterator
 from typing import Annotated, Any
@@ -32,12 +33,23 @@ def chat(
     temperature: Annotated[
         float | None, typer.Option(min=0, max=2, help="0: always the most probable token")
     ] = None,
+    complete: Annotated[
+        bool | None,
+        typer.Option(
+            "--complete/--template",
+            help="Complete the message as it is, or render it with the chat template. Default: as the model "
+            "was trained; base models use their template, if they have one",
+            show_default=False,
+        ),
+    ] = None,
     url: Url = DEFAULT_URL,
 ) -> None:
-    """Talk to a trained or a base model. A model without a chat template completes what you write."""
+    """Talk to a trained or a base model."""
     with Client(url) as client:
         options = without_none({"max_tokens": max_tokens, "temperature": temperature})
-        talk = _Talk(client, model or _newest_model(client), system, options)
+        name = model or _newest_model(client)
+        completes = _was_trained_on_texts(client, name) if complete is None else complete
+        talk = _Talk(client, name, system, options, completes=completes)
         if message is not None:
             talk.say(message)
             return
@@ -54,14 +66,16 @@ def chat(
 class _Talk:
     """A conversation."""
 
-    def __init__(self, client: Client, model: str, system: str | None, options: dict[str, Any]) -> None:
+    def __init__(
+        self, client: Client, model: str, system: str | None, options: dict[str, Any], *, completes: bool
+    ) -> None:
         self.model = model
         self._client, self._options = client, options
         self._messages: list[dict[str, str]] = []
         if system is not None:
             self._messages.append({"role": "system", "content": system})
-        self._completes = False
-        """Whether the model has no chat template."""
+        self._completes = completes
+        """Whether messages are completed as they are, without the chat template."""
 
     def say(self, text: str) -> None:
         """Prints the answer to a message as it comes, and remembers both."""
@@ -111,6 +125,18 @@ def _read_line() -> str | None:
     except (EOFError, KeyboardInterrupt):
         typer.echo(err=True)
         return None
+
+
+_JOB_IN_NAME = re.compile(r"(?:ftjob-|ft:.*:)([A-Za-z0-9]+)(?::ckpt-step-[0-9]+)?")
+
+
+def _was_trained_on_texts(client: Client, model: str) -> bool:
+    """Whether a job trained the model on something else than chats."""
+    found = _JOB_IN_NAME.fullmatch(model)
+    if found is None:
+        return False
+    job = client.get(f"/gradient-accumulation/training/ftjob-{found[1]}")
+    return bool(job["dataset"]["format"] != "messages")
 
 
 def _newest_model(client: Client) -> str:

@@ -26,7 +26,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Accrue]:
     """A service and a worker."""
     with running(tmp_path_factory.mktemp("accrue")) as accrue:
         accrue.serve()
-        accrue.start("worker")
+        accrue.start("worker", ACCRUE_INFERENCE="auto")
         yield accrue
 
 

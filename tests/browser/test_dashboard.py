@@ -157,6 +157,19 @@ def restart(service: Accrue, meanwhile: Callable[[], None]) -> None:
     service.processes.insert(0, service.processes.pop())
 
 
+def test_a_trained_model_and_its_base_answer_side_by_side(page: Page, trained: list[str]) -> None:
+    page.goto(f"./#/job/{trained[0]}")
+    playground = page.get_by_role("region", name="Try the model")
+    playground.get_by_label("Your message").fill("3 + 4 =")
+    playground.get_by_role("button", name="Ask").click()
+    for side in ("After training", "Before training"):
+        answer = playground.get_by_role("article", name=side).locator(".said")
+        expect(answer).not_to_be_empty(timeout=MINUTES)
+    expect(playground.get_by_role("button", name="Ask")).to_be_visible(timeout=MINUTES)
+    if SCREENSHOTS:
+        playground.screenshot(path=f"{SCREENSHOTS}/playground.png")
+
+
 def test_a_model_is_trained_further(page: Page, service: Accrue, data: Path, trained: list[str]) -> None:
     page.goto(f"./#/job/{trained[0]}")
     page.get_by_role("link", name="Train it further").click()

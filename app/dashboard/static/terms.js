@@ -36,6 +36,9 @@ const TERMS = {
     "At each step, the highest memory so far (on a CPU, of the process; on a GPU, of its tensors), with the plan's prediction. The prediction assumes full-length samples and, on a GPU, includes CUDA's context and what the allocator keeps in reserve, so it is usually higher.",
   prediction:
     "The relative difference between predicted and measured peak memory, at the largest micro-batch that occurred. A positive value means that the job needed less than predicted.",
+  as_chat:
+    "The message is rendered with the model's chat template, as in training on chats. Otherwise, the model completes the text as it is, as in training on texts, or on prompts and completions.",
+  temperature: "0 always chooses the most probable token. Higher values draw more freely; 1 draws as the model predicts.",
   noise_scale:
     "The batch beyond which more samples per step hardly help: estimated from the measured noise of the gradients. If it is well above your batch, a larger batch is worthwhile.",
   certificate:

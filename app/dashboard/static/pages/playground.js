@@ -2,6 +2,7 @@
 
 import { ask, ServiceError } from "../api.js";
 import { announce, fill, h } from "../dom.js";
+import { help } from "../terms.js";
 
 const MOST_TOKENS = 256;
 
@@ -12,6 +13,8 @@ const MOST_TOKENS = 256;
 export function playground(job, signal) {
   const sides = [side("After training", job.id), side("Before training", job.model_name)];
   const message = h("textarea", { id: "message", rows: 3, required: true, maxlength: 100000 });
+  const temperature = h("input", { id: "temperature", type: "number", min: 0, max: 2, step: 0.1, value: "0" });
+  const asChat = h("input", { id: "as-chat", type: "checkbox", checked: job.dataset.format === "messages" });
   const button = h("button", { type: "submit", class: "primary" }, "Ask");
   let asking = null;
 
@@ -24,7 +27,7 @@ export function playground(job, signal) {
     asking = new AbortController();
     button.textContent = "Stop";
     const own = AbortSignal.any([signal, asking.signal]);
-    await Promise.all(sides.map((each) => each.answer(message.value, own)));
+    await Promise.all(sides.map((each) => each.answer(message.value, Number(temperature.value), asChat.checked, own)));
     asking = null;
     button.textContent = "Ask";
     if (!signal.aborted) announce("The models have answered.");
@@ -32,14 +35,20 @@ export function playground(job, signal) {
 
   return h(
     "section",
-    { "aria-label": "Try the model" },
+    { class: "samples", "aria-label": "Try the model" },
     h("h2", {}, "Try the model"),
     h(
       "form",
       { onsubmit: submit },
       h("label", { for: "message" }, "Your message"),
       message,
-      h("p", { class: "actions" }, button),
+      h(
+        "p",
+        { class: "actions" },
+        button,
+        h("label", { class: "inline" }, asChat, " with the chat template", help("as_chat")),
+        h("label", { class: "inline" }, "Temperature ", temperature, help("temperature")),
+      ),
     ),
     h(
       "div",
@@ -54,9 +63,8 @@ function side(title, model) {
   const text = h("p", { class: "said" });
   const note = h("p", { class: "muted" });
   const element = h("article", { "aria-label": title }, h("h3", {}, title), h("p", { class: "muted" }, model), text, note);
-  let completes = false; // without a chat template, the model completes what is written
 
-  async function answer(message, signal) {
+  async function answer(message, temperature, asChat, signal) {
     fill(text);
     fill(note, "Waiting for the model …");
     const add = (added) => {
@@ -64,12 +72,11 @@ function side(title, model) {
       text.append(added);
     };
     try {
-      await (completes ? complete(message, add, signal) : chat(message, add, signal));
+      await (asChat ? chat : complete)(message, temperature, add, signal);
       if (!text.textContent) fill(note, "The answer is empty: the model ended it at once.");
     } catch (error) {
-      if (error instanceof ServiceError && error.code === "no_chat_template" && !completes) {
-        completes = true;
-        await answer(message, signal);
+      if (error instanceof ServiceError && error.code === "no_chat_template" && asChat) {
+        await answer(message, temperature, false, signal);
       } else if (signal.aborted) {
         fill(note, "Stopped.");
       } else {
@@ -78,17 +85,17 @@ function side(title, model) {
     }
   }
 
-  const chat = (message, add, signal) =>
+  const chat = (message, temperature, add, signal) =>
     ask(
       "v1/chat/completions",
-      { model, messages: [{ role: "user", content: message }], max_tokens: MOST_TOKENS },
+      { model, messages: [{ role: "user", content: message }], max_tokens: MOST_TOKENS, temperature },
       (chunk) => add(chunk.choices[0]?.delta.content ?? ""),
       signal,
     );
-  const complete = (message, add, signal) =>
+  const complete = (message, temperature, add, signal) =>
     ask(
       "v1/completions",
-      { model, prompt: message, max_tokens: MOST_TOKENS },
+      { model, prompt: message, max_tokens: MOST_TOKENS, temperature },
       (chunk) => add(chunk.choices[0]?.text ?? ""),
       signal,
     );
