@@ -28,6 +28,7 @@ def answering(tmp_path_factory: pytest.TempPathFactory, server: Server | None) -
     with running(tmp_path_factory.mktemp("accrue"), url) as accrue:
         accrue.serve()
         accrue.start("worker", ACCRUE_INFERENCE="auto")
+        until(lambda: accrue.get("/gradient-accumulation/workers")["data"])
         yield accrue
     if server is not None and url is not None:
         server.drop(url)
@@ -159,6 +160,7 @@ def test_nothing_of_a_request_is_kept(answering: Accrue, client: openai.OpenAI) 
     database.close()
 
 
+@pytest.mark.thorough
 def test_a_client_that_leaves_ends_its_answer(answering: Accrue, client: openai.OpenAI) -> None:
     stream = client.chat.completions.create(model=MODEL, messages=HELLO, max_tokens=900, stream=True)
     next(iter(stream))
@@ -168,6 +170,7 @@ def test_a_client_that_leaves_ends_its_answer(answering: Accrue, client: openai.
     assert time.monotonic() - began < 10
 
 
+@pytest.mark.thorough
 def test_fifty_streams_at_once(client: openai.OpenAI) -> None:
     texts: dict[int, str] = {}
 
@@ -199,6 +202,7 @@ def processes_with(accrue: Accrue, word: bytes) -> list[int]:
     return found
 
 
+@pytest.mark.thorough
 def test_after_the_death_of_the_process_the_next_request_is_answered(
     answering: Accrue, client: openai.OpenAI
 ) -> None:
@@ -227,6 +231,7 @@ def _parent(entry: Path) -> int:
         return 0
 
 
+@pytest.mark.thorough
 def test_answers_while_a_job_trains(answering: Accrue, client: openai.OpenAI, tmp_path: Path) -> None:
     file = answering.upload(write_texts(tmp_path / "texts.jsonl", count=200).read_bytes())
     job = answering.submit(
@@ -240,6 +245,7 @@ def test_answers_while_a_job_trains(answering: Accrue, client: openai.OpenAI, tm
     assert answering.ended(job)["status"] == "cancelled"
 
 
+@pytest.mark.thorough
 def test_the_command_talks_to_a_model(answering: Accrue, tuned: tuple[str, str]) -> None:
     said = answering.command("chat", tuned[0], "-m", "Hi", "--max-tokens", "5", "--temperature", "0")
     assert said.returncode == 0, said.stderr

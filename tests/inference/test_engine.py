@@ -3,7 +3,7 @@ join and leave, with adapters and without."""
 
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from queue import SimpleQueue
 from types import SimpleNamespace
@@ -19,7 +19,7 @@ from app.contract.model_fingerprint import fingerprint_of_files
 from app.contract.model_reference import LoraSpec, ModelLayer, ModelReference
 from app.planning.architectures import from_config
 from app.planning.catalogue import TINY_GPT2
-from tests.harness.any_family import long_rope, make_any, small_config
+from tests.harness.any_family import ALL, long_rope, make_any, small_config
 from workers.inference.agreement import try_rows
 from workers.inference.engine import Engine
 from workers.inference.loading import Loaded
@@ -35,6 +35,12 @@ FAMILIES = ("gpt2", "llama", "opt", "mistral", "qwen3_next", "gemma3_text", "blo
 """Learned, rotary and ALiBi positions, windows, linear attention, and a state space."""
 GREEDY = SamplingOptions(temperature=0)
 MODEL = ModelReference(name=BUILT_IN_MODEL, source="built_in", architecture=from_config(TINY_GPT2))
+
+
+def quickly(families: Sequence[str], *quick: str) -> list[Any]:
+    """The families as parameters, of which only a few are tested by make test."""
+    marks = {family: () if family in quick else pytest.mark.thorough for family in families}
+    return [pytest.param(family, marks=mark) for family, mark in marks.items()]
 
 
 def make(family: str) -> Any:
@@ -127,7 +133,7 @@ class Numbers:
 NAMES = [chr(0x4E00 + token) for token in range(260)]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", quickly(FAMILIES, "gpt2", "gemma3_text"))
 def test_answers_equal_generate_alone_and_together(family: str) -> None:
     model = make(family)
     prompts = prompts_of(16)
@@ -142,6 +148,21 @@ def test_answers_equal_generate_alone_and_together(family: str) -> None:
 def text_of(answer: AnswerPart, index: int = 0) -> str:
     assert answer.error is None, answer.error
     return next((delta.text for delta in answer.deltas if delta.index == index), "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ALL)
+def test_every_family_answers_as_generate(family: str) -> None:
+    """Each that transformers itself can generate with at this size."""
+    try:
+        model = make(family)
+        prompts = prompts_of(5)
+        expected = ["".join(NAMES[token] for token in generated(model, prompt, 10)) for prompt in prompts]
+    except Exception as error:
+        pytest.skip(f"transformers: {type(error).__name__}")
+    orders = [AnswerOrder(id=str(number), order=ordered(each, 10)) for number, each in enumerate(prompts)]
+    found = answers(loaded_with(model, Numbers()), orders)
+    assert [text_of(found[str(number)]) for number in range(5)] == expected
 
 
 def test_families_whose_rows_agree_are_computed_together() -> None:
@@ -239,7 +260,9 @@ def adapter(model: Any, folder: Path, rank: int, seed: int) -> tuple[ModelLayer,
     return layer, folder
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama", "opt", "mistral", "gemma3_text", "bloom"])
+@pytest.mark.parametrize(
+    "family", quickly(["gpt2", "llama", "opt", "mistral", "gemma3_text", "bloom"], "gpt2", "llama")
+)
 def test_adapters_share_the_model(family: str, tmp_path: Path) -> None:
     layers = [adapter(make(family), tmp_path / str(rank), rank, seed=rank) for rank in (2, 4)]
     prompts = prompts_of(4)
