@@ -219,6 +219,7 @@ def test_a_cancelled_request_leaves_the_others_alone() -> None:
     lines: SimpleQueue[bytes | None] = SimpleQueue()
     texts: dict[str, str] = {}
     cancelled: list[bool] = []
+    ended: list[str] = []
 
     def report(reported: Reported) -> None:
         if reported.id is None or reported.part is None:
@@ -228,7 +229,8 @@ def test_a_cancelled_request_leaves_the_others_alone() -> None:
         if reported.id == "0" and len(texts["0"]) >= 3 and not cancelled:
             cancelled.append(True)
             lines.put(AnswerOrder(id="0").model_dump_json().encode())
-        if reported.part.is_last:
+        ended.extend([reported.id] if reported.part.is_last else [])
+        if cancelled and ended:
             lines.put(None)
 
     engine = Engine(loaded_with(model, Numbers()), lines, report)
