@@ -50,6 +50,7 @@ class Claimed:
     """A request that an inference process works on."""
 
     id: str
+    key_id: str | None
     order: dict[str, Any]
     attempts: int
     """How many times it was claimed, including this one."""
@@ -118,7 +119,9 @@ def claim(session: Session, process: str, most: int) -> list[Claimed]:
         update(InferenceRequest)
         .where(InferenceRequest.id.in_(found), _is_free())
         .values(claimed_at=database_now(), claimed_by=process, attempts=InferenceRequest.attempts + 1)
-        .returning(InferenceRequest.id, InferenceRequest.order, InferenceRequest.attempts)
+        .returning(
+            InferenceRequest.id, InferenceRequest.key_id, InferenceRequest.order, InferenceRequest.attempts
+        )
     ).all()
     with_parts = select(AnswerPartRow.request_id, AnswerPartRow.number).where(
         AnswerPartRow.request_id.in_([row.id for row in claimed])
@@ -127,7 +130,7 @@ def claim(session: Session, process: str, most: int) -> list[Claimed]:
     for request_id, number in session.execute(with_parts):
         parts[request_id] = max(parts.get(request_id, 0), number + 1)
     return sorted(
-        (Claimed(row.id, row.order, row.attempts, parts.get(row.id, 0)) for row in claimed),
+        (Claimed(row.id, row.key_id, row.order, row.attempts, parts.get(row.id, 0)) for row in claimed),
         key=lambda each: each.id,
     )
 

@@ -15,6 +15,8 @@ from app.contract.model_reference import StartingModel
 
 MAX_CHOICES = 16
 MAX_PROMPTS = 64
+MAX_ANSWERS = 128
+"""The maximum number of prompts times answers to each."""
 MAX_TOKENS = 1_000_000
 MAX_ALTERNATIVES = 20
 
@@ -191,6 +193,12 @@ class CompletionRequest(_InferenceRequest):
         if value in ("", [], [""], [[]]):
             raise ValueError("is empty")
         return value
+
+    @model_validator(mode="after")
+    def _asks_for_few(self) -> "CompletionRequest":
+        if len(self.prompts()) * self.n > MAX_ANSWERS:
+            raise ValueError(f"prompts times n are more than {MAX_ANSWERS}")
+        return self
 
     def prompts(self) -> tuple[str | tuple[int, ...], ...]:
         given: Any = self.prompt

@@ -213,6 +213,25 @@ def test_requests_join_while_others_are_answered() -> None:
         assert texts[str(number)] == expected
 
 
+def test_keys_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workers.inference.engine.MAX_ROWS", 2)
+    ended: list[str] = []
+    orders = [
+        AnswerOrder(id=f"{key}{number}", order=ordered(prompts_of(1)[0], 5), key_id=key)
+        for key, count in (("a", 6), ("b", 2))
+        for number in range(count)
+    ]
+    last = {order.id for order in orders}
+
+    def note(reported: Reported) -> None:
+        if reported.part is not None and reported.part.is_last and reported.id in last:
+            ended.append(str(reported.id))
+
+    answers(loaded_with(make("llama"), Numbers()), orders, note)
+    assert len(ended) == 8
+    assert {"b0", "b1"} <= set(ended[:5])
+
+
 def test_a_cancelled_request_leaves_the_others_alone() -> None:
     model = make("llama")
     prompts = prompts_of(3)

@@ -222,6 +222,12 @@ def test_what_a_request_cannot_say(client: TestClient, changes: dict[str, Any], 
     assert message in answer.json()["detail"]
 
 
+def test_one_request_asks_for_few_answers(client: TestClient) -> None:
+    answer = client.post(COMPLETIONS, json={"model": MODEL, "prompt": ["a"] * 64, "n": 16})
+    assert answer.status_code == 400
+    assert "128" in answer.json()["detail"]
+
+
 @pytest.mark.parametrize("prompt", ["", [], [""], [[]], None, {"a": 1}])
 def test_a_prompt_has_something(client: TestClient, prompt: Any) -> None:
     assert client.post(COMPLETIONS, json={"model": MODEL, "prompt": prompt}).status_code == 400

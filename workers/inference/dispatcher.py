@@ -50,6 +50,7 @@ class _Open:
     """A request that is being answered."""
 
     id: str
+    key_id: str | None
     attempts: int
     order: InferenceOrder
     parts: deque[AnswerPart] = field(default_factory=deque)
@@ -151,7 +152,7 @@ class Dispatcher:
             log.exception("a request cannot be understood", request=claimed.id)
             self._refuse_unread(claimed)
             return
-        request = _Open(claimed.id, claimed.attempts, order, stored=claimed.parts)
+        request = _Open(claimed.id, claimed.key_id, claimed.attempts, order, stored=claimed.parts)
         self._open[request.id] = request
         if claimed.parts or claimed.attempts > requests.MAX_ATTEMPTS:
             self._fail(request, _INTERRUPTED)
@@ -265,7 +266,7 @@ class Dispatcher:
                 engine.adapters[adapter.fingerprint] = str(target)
             path = engine.adapters[adapter.fingerprint]
         engine.requests[request.id] = request
-        order = AnswerOrder(id=request.id, order=request.order, adapter_path=path)
+        order = AnswerOrder(id=request.id, order=request.order, adapter_path=path, key_id=request.key_id)
         if engine.is_ready:
             engine.process.send(order)
         else:

@@ -1,7 +1,7 @@
 """Answers requests with one model: chooses which are computed together, and reports what they add."""
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -42,6 +42,7 @@ _CACHE_SHARE = 0.5
 class _Request:
     """A request that is being answered."""
 
+    key_id: str | None
     choices: list[Choice]
     prompt_tokens: int
     streams: bool
@@ -96,12 +97,13 @@ class Engine:
                 if order.order is None:
                     self._cancel(order.id)
                 else:
-                    self._accept(order.id, order.order, order.adapter_path)
+                    self._accept(order, order.order)
 
-    def _accept(self, request_id: str, order: InferenceOrder, adapter_path: str | None) -> None:
+    def _accept(self, asked: AnswerOrder, order: InferenceOrder) -> None:
         """Prepares the choices of a request."""
+        request_id = asked.id
         try:
-            adapter = self._adapter(order.adapter(), adapter_path)
+            adapter = self._adapter(order.adapter(), asked.adapter_path)
             choices = self._choices(request_id, order)
         except NotShared:
             self._report(Reported(id=request_id, not_shared=True))
@@ -119,7 +121,7 @@ class Engine:
             choices[first : first + order.choices] for first in range(0, len(choices), order.choices)
         ]
         prompt_tokens = sum(len(own[0].prompt) for own in by_prompt)
-        self._requests[request_id] = _Request(choices, prompt_tokens, order.streams)
+        self._requests[request_id] = _Request(asked.key_id, choices, prompt_tokens, order.streams)
         if order.echo:
             texts = [self._loaded.tokenizer.decode(own.prompt, skip_special_tokens=True) for own in choices]
             deltas = [
@@ -172,6 +174,7 @@ class Engine:
     def _begin_waiting(self) -> None:
         """Lets waiting choices join a batch, as long as there is room."""
         while self._waiting:
+            self._bring_next_forward()
             adapter, choices = self._waiting[0]
             if not self._together:
                 self._waiting.popleft()
@@ -186,6 +189,29 @@ class Engine:
             self._guarded(partial(self._join, adapter, batch, choices), batch, choices)
             if self._lines.qsize():
                 return
+
+    def _bring_next_forward(self) -> None:
+        """Puts the choices whose turn it is first: those of the key, and then of the request, with the fewest
+        rows."""
+        by_key: Counter[str | None] = Counter()
+        by_request: Counter[str] = Counter()
+        for _, batch in self._batches:
+            for row in batch.rows:
+                by_request[row.request_id] += 1
+                if (request := self._requests.get(row.request_id)) is not None:
+                    by_key[request.key_id] += 1
+
+        def rows(place: int) -> tuple[int, int, int]:
+            request_id = self._waiting[place][1][0].request_id
+            request = self._requests.get(request_id)
+            own = by_key[request.key_id] if request is not None else 0
+            return own, by_request[request_id], place
+
+        first = min(range(len(self._waiting)), key=rows)
+        if first:
+            chosen = self._waiting[first]
+            del self._waiting[first]
+            self._waiting.appendleft(chosen)
 
     def _batch_for(self, adapter: str | None, choices: list[Choice]) -> Batch | None:
         """The batch that choices join; None if they have to wait.

@@ -28,6 +28,8 @@ class AnswerOrder(Frozen):
     order: InferenceOrder | None = None
     """None: cancelled."""
     adapter_path: str | None = None
+    key_id: str | None = None
+    """The key of the request: keys take turns."""
 
 
 class Reported(Frozen):
