@@ -13,6 +13,7 @@ from app import __version__, logs
 from app.datasets import file_routes, preview_routes
 from app.devices import routes as device_routes
 from app.errors import BadSetting
+from app.inference import requests as inference_requests
 from app.inference import routes as inference_routes
 from app.inference.answers import AnswerReader
 from app.jobs import configuration_routes, openai_routes
@@ -102,6 +103,8 @@ def create_app(settings: Settings | None = None, authenticate: Authenticate | No
         migrate(settings.resolved_database_url)
         data_folder.hold(app.state.database)
         app.state.database.fill_pool()
+        with app.state.database.writing() as session:
+            inference_requests.delete_abandoned(session)
         log.info(
             "service started", version=__version__, database=settings.resolved_database_url.split("@")[-1]
         )

@@ -24,6 +24,7 @@ class HelperProcess:
         module: its module, below `workers`.
         environment: variables that differ from the worker's own; None: the variable is left out.
         restart_seconds: how long after a start it is started again.
+        grace_seconds: how long it may take to end once it is told to.
     """
 
     def __init__(
@@ -33,7 +34,9 @@ class HelperProcess:
         module: str,
         environment: Mapping[str, str | None],
         restart_seconds: float,
+        grace_seconds: float = 0.0,
     ) -> None:
+        self._grace_seconds = grace_seconds
         self._settings, self._name, self._module = settings, name, module
         self._environment, self._restart_seconds = environment, restart_seconds
         self._process: subprocess.Popen[bytes] | None = None
@@ -55,8 +58,12 @@ class HelperProcess:
         self._start()
 
     def end(self) -> None:
-        """Kills the process. The next one takes over its requests."""
+        """Ends the process. The next one takes over its requests."""
         if self._process is not None:
+            if self._grace_seconds:
+                self._process.terminate()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(self._grace_seconds)
             self._process.kill()
             self._process.wait()
         self._close_lifeline()
@@ -94,4 +101,6 @@ def profiler(settings: Settings) -> HelperProcess:
 
 def inference(settings: Settings) -> HelperProcess:
     """`python -m workers.inference`, which answers requests. It ends by itself if there are none."""
-    return HelperProcess(settings, "inference process", "inference", {}, restart_seconds=1.0)
+    return HelperProcess(
+        settings, "inference process", "inference", {}, restart_seconds=1.0, grace_seconds=5.0
+    )

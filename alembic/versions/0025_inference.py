@@ -23,6 +23,7 @@ def upgrade() -> None:
         sa.Column("id", sa.String(), nullable=False),
         sa.Column("created_at", sa.Double(), nullable=False),
         sa.Column("key_id", sa.String(), nullable=True),
+        sa.Column("awaited_at", sa.Double(), nullable=False),
         sa.Column("order", JSON, nullable=False),
         sa.Column("claimed_at", sa.Double(), nullable=True),
         sa.Column("claimed_by", sa.String(), nullable=True),

@@ -74,6 +74,7 @@ class AnswerReader:
     async def _poll(self) -> None:
         structlog.contextvars.clear_contextvars()  # drop the context of the request that started this task
         check_at = time.monotonic() + _CHECK_SECONDS
+        renew_at = time.monotonic() + requests.WAITING_SECONDS
         changes = ChangeDetector(self._database)
         while self._waiting:
             read = {each.request_id: each.parts for each in self._waiting.values()}
@@ -84,6 +85,9 @@ class AnswerReader:
                 if time.monotonic() > check_at:
                     self._check(list(read), *await to_thread.run_sync(self._unclaimed, list(read)))
                     check_at = time.monotonic() + _CHECK_SECONDS
+                if time.monotonic() > renew_at:
+                    await to_thread.run_sync(self._keep_awaiting, list(read))
+                    renew_at = time.monotonic() + requests.WAITING_SECONDS
             except (SQLAlchemyError, ValidationError) as error:
                 log.warning("answers cannot be read right now", error=type(error).__name__)
                 await asyncio.sleep(_CHECK_SECONDS)
@@ -116,6 +120,10 @@ class AnswerReader:
         return [
             (request_id, number, AnswerPart.model_validate(content)) for request_id, number, content in rows
         ]
+
+    def _keep_awaiting(self, request_ids: list[str]) -> None:
+        with self._database.writing() as session:
+            requests.keep_awaiting(session, request_ids)
 
     def _unclaimed(self, request_ids: list[str]) -> tuple[set[str], set[str]]:
         with self._database.reading() as session:

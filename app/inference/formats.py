@@ -195,6 +195,13 @@ def _alternative(each: Alternative) -> dict[str, Any]:
     return {"token": each.token, "bytes": list(each.bytes), "logprob": each.logprob}
 
 
+def _name(each: Alternative) -> str:
+    """A token's text; a part of a character is named by its bytes, as OpenAI does."""
+    if "\N{REPLACEMENT CHARACTER}" not in each.token:
+        return each.token
+    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in each.bytes)
+
+
 def _logprobs(tokens: Sequence[TokenLogprob], start: int) -> CompletionLogprobs:
     """The older shape of log probabilities.
 
@@ -206,8 +213,8 @@ def _logprobs(tokens: Sequence[TokenLogprob], start: int) -> CompletionLogprobs:
         offsets.append(start)
         start += len(each.token)
     return CompletionLogprobs(
-        tokens=[each.token for each in tokens],
+        tokens=[_name(each) for each in tokens],
         token_logprobs=[each.logprob for each in tokens],
-        top_logprobs=[{other.token: other.logprob for other in each.top} for each in tokens],
+        top_logprobs=[{_name(other): other.logprob for other in each.top} for each in tokens],
         text_offset=offsets,
     )

@@ -17,6 +17,7 @@ from sqlalchemy import (
     column,
     delete,
     insert,
+    not_,
     or_,
     select,
     update,
@@ -41,8 +42,11 @@ RENEWAL_SECONDS = 2.0
 MAX_ATTEMPTS = 2
 """How many times a request is claimed: one that ends the process twice is not tried a third time."""
 
-_EXPIRY_SECONDS = 3600.0
-"""Requests older than this many seconds are deleted: the service that made them has stopped."""
+WAITING_SECONDS = 5.0
+"""How often a service says which answers are still awaited."""
+
+_ABANDONED_SECONDS = 30.0
+"""Seconds after which a request that nobody awaits any more is deleted: the service has stopped."""
 
 
 @dataclass(frozen=True)
@@ -68,13 +72,13 @@ def add(database: Database, order: InferenceOrder, key_id: str | None) -> str:
         id=new_id("inference"),
         created_at=database_now(),
         key_id=key_id,
+        awaited_at=database_now(),
         order=storable_values(order.model_dump(mode="json")),
     )
     with database.writing() as session:
         if not live_workers.any_alive(session):
             raise Conflict("No worker is running to answer: start one with accrue worker.")
-        old = InferenceRequest.created_at < database_now() - _EXPIRY_SECONDS
-        session.execute(delete(InferenceRequest).where(old))
+        delete_abandoned(session)
         session.add(request)
         session.flush()
         return request.id
@@ -86,10 +90,31 @@ def forget(database: Database, request_id: str) -> None:
         session.execute(delete(InferenceRequest).where(InferenceRequest.id == request_id))
 
 
+def keep_awaiting(session: Session, request_ids: Collection[str]) -> None:
+    """Says that these answers are still awaited."""
+    own = InferenceRequest.id.in_(request_ids)
+    session.execute(update(InferenceRequest).where(own).values(awaited_at=database_now()))
+
+
+def any_abandoned(session: Session) -> bool:
+    """Whether there are requests whose answer nobody awaits any more."""
+    return session.scalar(select(InferenceRequest.id).where(_is_abandoned()).limit(1)) is not None
+
+
+def delete_abandoned(session: Session) -> None:
+    """Deletes requests whose answer nobody awaits any more, as after the service was killed."""
+    session.execute(delete(InferenceRequest).where(_is_abandoned()))
+
+
+def _is_abandoned() -> ColumnElement[bool]:
+    return InferenceRequest.awaited_at < database_now() - _ABANDONED_SECONDS
+
+
 def _is_free() -> ColumnElement[bool]:
-    return or_(
-        InferenceRequest.claimed_at.is_(None), InferenceRequest.claimed_at < database_now() - CLAIM_SECONDS
-    )
+    """The condition that an answer is awaited, and that no process works on it."""
+    unclaimed = InferenceRequest.claimed_at.is_(None)
+    silent = InferenceRequest.claimed_at < database_now() - CLAIM_SECONDS
+    return and_(or_(unclaimed, silent), not_(_is_abandoned()))
 
 
 def any_free(session: Session) -> bool:

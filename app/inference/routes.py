@@ -152,8 +152,10 @@ async def _answer(
         parts = answers.parts(request_id)
         try:
             form = shape(request_id)
-            first = await _next(parts, request)
             if order.streams:
+                first = await anext(parts)  # None if nothing has come for some seconds: the stream begins
+                if first is not None and first.error is not None:
+                    raise _as_exception(first.error)
                 events = _events(request, form, first, parts)
                 return _AnswerStream(
                     events,
@@ -162,7 +164,7 @@ async def _answer(
                     media_type="text/event-stream",
                     headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
                 )
-            received = [first]
+            received = [await _next(parts, request)]
             while not received[-1].is_last:
                 received.append(await _next(parts, request))
             response = Response(form.whole(received).model_dump_json(), media_type="application/json")
@@ -201,7 +203,7 @@ def _as_exception(error: InferenceError) -> AccrueError:
 async def _events(
     request: Request,
     form: AnswerFormat,
-    first: AnswerPart,
+    first: AnswerPart | None,
     parts: AsyncGenerator[AnswerPart | None],
 ) -> AsyncGenerator[bytes]:
     """Formats an answer as events, until its end, or until the client's key is revoked."""

@@ -198,6 +198,8 @@ class CompletionRequest(_InferenceRequest):
     def _asks_for_few(self) -> "CompletionRequest":
         if len(self.prompts()) * self.n > MAX_ANSWERS:
             raise ValueError(f"prompts times n are more than {MAX_ANSWERS}")
+        if self.echo and self.logprobs is not None:
+            raise ValueError("logprobs cannot be combined with echo: those of a prompt are not computed")
         return self
 
     def prompts(self) -> tuple[str | tuple[int, ...], ...]:

@@ -403,6 +403,8 @@ class InferenceRequest(Base):
     created_at: Mapped[float]
     key_id: Mapped[str | None]
     """The id of the key of the request; None without keys."""
+    awaited_at: Mapped[float]
+    """When a service said last that a client awaits the answer."""
     order: Mapped[dict[str, Any]]
     claimed_at: Mapped[float | None]
     """When the inference process that works on it said so last."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import AddedToken
 from transformers import GenerationConfig
 
 from app.contract.architecture import BUILT_IN_MODEL
@@ -22,8 +23,9 @@ from app.planning.catalogue import TINY_GPT2
 from tests.harness.any_family import ALL, long_rope, make_any, small_config
 from workers.inference.agreement import try_rows
 from workers.inference.engine import Engine
-from workers.inference.loading import Loaded
+from workers.inference.loading import Loaded, load
 from workers.inference.merging import merged
+from workers.inference.prompts import PromptReader
 from workers.inference.protocol import AnswerOrder, Reported
 from workers.inference.sampling import SamplingDefaults
 from workers.training.adapters import with_adapters
@@ -369,6 +371,74 @@ def test_what_cannot_be_answered_is_refused(given: dict[str, Any], code: str, me
     assert found.error is not None
     assert (found.error.status, found.error.code) == (400, code)
     assert message in found.error.message
+
+
+def test_a_turn_ends_with_an_added_special_token() -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens([AddedToken("<|over|>", special=True)])
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}<|over|>{% endfor %}"
+    order = InferenceOrder(model=MODEL, messages=({"role": "user", "content": "Hi"},))
+    reader = PromptReader(tokenizer, 100)
+    assert reader.ends(order) == (frozenset([tokenizer.convert_tokens_to_ids("<|over|>")]), ())
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content | upper }}<|over|>{% endfor %}"
+    changed = PromptReader(tokenizer, 100)
+    assert changed.ends(order) == (frozenset(), ())
+    reader.close()
+    changed.close()
+
+
+def test_a_long_answer_is_reported_in_parts() -> None:
+    order = ordered(prompts_of(1)[0][:5], 400, logprobs=2, streams=False)
+    parts: list[AnswerPart] = []
+
+    def note(reported: Reported) -> None:
+        if reported.part is not None:
+            parts.append(reported.part)
+
+    tokens = {256: -100.0}  # else it may end early
+    order = order.model_copy(update={"sampling": SamplingOptions(temperature=0, logit_bias=tokens)})
+    answers(loaded_with(make("gpt2"), Numbers()), [AnswerOrder(id="a", order=order)], note)
+    assert len(parts) > 1
+    assert sum(len(delta.logprobs or ()) for part in parts for delta in part.deltas) == 400
+
+
+def test_bytes_of_a_part_of_a_character() -> None:
+    model = make("gpt2")
+    (first, *_) = TOKENIZER("\N{SNOWMAN}", add_special_tokens=False).input_ids
+    order = ordered("one", 1, logprobs=0, sampling=SamplingOptions(temperature=0, logit_bias={first: 100}))
+    found = answers(loaded_with(model), [AnswerOrder(id="a", order=order)])["a"]
+    assert found.deltas[0].logprobs is not None
+    assert found.deltas[0].logprobs[0].bytes == (0xE2,)
+
+
+def test_a_loaded_model_has_no_defaults_of_its_own(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    make_any(small_config("gpt2")).save_pretrained(folder)
+    TOKENIZER.save_pretrained(folder)
+    given = {"repetition_penalty": 5.0, "no_repeat_ngram_size": 2, "eos_token_id": [256, 7]}
+    (folder / "generation_config.json").write_text(json.dumps(given))
+    reference = ModelReference(name="m", source="local", architecture=MODEL.architecture)
+    loaded = load(reference, str(folder), [], tmp_path / "staged", CPU)
+    assert loaded.model.generation_config.repetition_penalty in (None, 1.0)
+    assert loaded.ends == {256, 7}
+    assert loaded.defaults.sampling(SamplingOptions()).repetition_penalty == 5.0
+
+
+def test_adapters_are_unloaded_if_there_are_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workers.inference.loading.MAX_ADAPTERS", 1)
+    layers = [adapter(make("llama"), tmp_path / str(rank), rank, seed=rank) for rank in (2, 4)]
+    prompt = prompts_of(1)[0]
+    expected = [
+        "".join(NAMES[token] for token in generated(tuned(make("llama"), *own), prompt, 8)) for own in layers
+    ]
+    loaded = loaded_with(make("llama"), Numbers())
+    for number in (0, 1, 0):
+        layer, path = layers[number]
+        reference = MODEL.model_copy(update={"name": layer.name, "base": MODEL.name, "layers": (layer,)})
+        order = ordered(prompt, 8).model_copy(update={"model": reference})
+        found = answers(loaded, [AnswerOrder(id="a", order=order, adapter_path=str(path))])
+        assert text_of(found["a"]) == expected[number]
+        assert list(loaded._names) == [layer.name]
 
 
 def test_an_error_of_a_template_quotes_nothing() -> None:

@@ -110,13 +110,18 @@ def test_a_released_request_is_free_at_once(worked: Database) -> None:
     assert again.attempts == 1
 
 
-def test_old_requests_are_deleted(worked: Database) -> None:
-    old = requests.add(worked, ORDER, None)
+def test_requests_that_nobody_awaits_are_deleted(worked: Database) -> None:
+    old, kept = requests.add(worked, ORDER, None), requests.add(worked, ORDER, None)
     with worked.writing() as session:
-        session.execute(update(InferenceRequest).values(created_at=database_now() - 4000))
+        assert not requests.any_abandoned(session)
+        session.execute(update(InferenceRequest).values(awaited_at=database_now() - 40))
+        requests.keep_awaiting(session, [kept])
+    assert claimed(worked) == [kept]
+    with worked.reading() as session:
+        assert requests.any_abandoned(session)
     new = requests.add(worked, ORDER, None)
     with worked.reading() as session:
-        assert requests.unclaimed(session, [old, new]) == ({new}, {new})
+        assert requests.unclaimed(session, [old, kept, new]) == ({kept, new}, {new})
 
 
 def test_unstorable_characters_are_replaced(worked: Database) -> None:

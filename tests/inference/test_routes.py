@@ -222,6 +222,33 @@ def test_what_a_request_cannot_say(client: TestClient, changes: dict[str, Any], 
     assert message in answer.json()["detail"]
 
 
+def test_a_stream_begins_before_the_first_token(
+    client: TestClient, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.inference.answers.KEEPALIVE_SECONDS", 0.1)
+
+    def slow(order: InferenceOrder) -> list[AnswerPart]:
+        time.sleep(0.5)
+        return says("ok")(order)
+
+    with answering(database, slow):
+        answer = client.post(CHAT, json={**HELLO, "stream": True})
+    assert answer.text.startswith(": still here")
+    assert chunks_of(answer)[-1] == "[DONE]"
+
+
+def test_a_part_of_a_character_is_named_by_its_bytes(client: TestClient, database: Database) -> None:
+    token = TokenLogprob(token="\N{REPLACEMENT CHARACTER}", bytes=(0xE2,), logprob=-1.0)
+    part = AnswerPart(
+        deltas=(ChoiceDelta(index=0, text="", logprobs=(token,), finish_reason="length"),), usage=USAGE
+    )
+    with answering(database, lambda order: [part]):
+        answer = client.post(COMPLETIONS, json={"model": MODEL, "prompt": "a", "logprobs": 1}).json()
+    assert answer["choices"][0]["logprobs"]["tokens"] == ["bytes:\\xe2"]
+    echo = client.post(COMPLETIONS, json={"model": MODEL, "prompt": "a", "logprobs": 1, "echo": True})
+    assert (echo.status_code, "echo" in echo.json()["detail"]) == (400, True)
+
+
 def test_one_request_asks_for_few_answers(client: TestClient) -> None:
     answer = client.post(COMPLETIONS, json={"model": MODEL, "prompt": ["a"] * 64, "n": 16})
     assert answer.status_code == 400

@@ -37,6 +37,13 @@ def test_a_character_of_several_tokens_comes_at_once() -> None:
     assert parts(BYTES, tokens)[0] == ["a", "", "", "\N{SNOWMAN}", "b", ""]
 
 
+def test_what_is_no_character_is_not_held_back_for_long() -> None:
+    (part,) = BYTES("\N{SNOWMAN}", add_special_tokens=False).input_ids[1:2]
+    found, _ = parts(BYTES, [part] * 100)
+    assert sum(map(bool, found)) > 10
+    assert "".join(found) == BYTES.decode([part] * 100)
+
+
 def test_an_unfinished_character_comes_at_the_end() -> None:
     tokens = BYTES("a\N{SNOWMAN}", add_special_tokens=False).input_ids[:-1]
     assert "".join(parts(BYTES, tokens)[0]) == BYTES.decode(tokens)

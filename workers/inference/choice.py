@@ -1,7 +1,9 @@
 """One choice of an answer while it is being made: its tokens, its text, and when it ends."""
 
+import re
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -98,7 +100,31 @@ _LEAST = -9999.0
 
 def _named(token: int, value: float, tokenizer: Any) -> dict[str, Any]:
     text = str(tokenizer.decode([token]))
-    return {"token": text, "bytes": tuple(text.encode()), "logprob": max(_LEAST, value)}
+    return {"token": text, "bytes": tuple(_bytes(token, text, tokenizer)), "logprob": max(_LEAST, value)}
+
+
+_AS_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+def _bytes(token: int, text: str, tokenizer: Any) -> bytes:
+    """The bytes of a token, which may be a part of a character."""
+    if "\N{REPLACEMENT CHARACTER}" not in text:
+        return text.encode()
+    name = str(tokenizer.convert_ids_to_tokens(token))
+    if (found := _AS_BYTE.fullmatch(name)) is not None:  # as in SentencePiece's vocabularies
+        return bytes([int(found[1], 16)])
+    letters = _bytes_by_letter()
+    if all(letter in letters for letter in name):
+        return bytes(letters[letter] for letter in name)
+    return text.encode()
+
+
+@cache
+def _bytes_by_letter() -> dict[str, int]:
+    """The letters that stand for bytes in byte-level vocabularies (Radford et al. 2019)."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    return {letter: byte for byte, letter in bytes_to_unicode().items()}
 
 
 def as_delta(index: int, text: str) -> ChoiceDelta:

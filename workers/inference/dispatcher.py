@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 
 import structlog
@@ -41,6 +42,13 @@ _ACTIVE_SECONDS, _IDLE_SECONDS = 0.005, 0.01
 _CHECK_SECONDS = 1.0
 """How often it is checked whether training needs a GPU, and which engines have nothing to do."""
 
+_FOLDER = "accrue-inference-"
+"""The prefix of engines' folders; the id of this process follows."""
+
+_PATIENCE_SECONDS = 10.0
+"""Seconds that a request waits for its model while others are loaded and busy; then one of them takes no new
+requests."""
+
 _GRACE_SECONDS = 10.0
 """How long answers may go on when training needs their GPU."""
 
@@ -56,6 +64,8 @@ class _Open:
     parts: deque[AnswerPart] = field(default_factory=deque)
     """Those that are not stored yet."""
     stored: int = 0
+    since: float = field(default_factory=time.monotonic)
+    """When this process took it."""
     is_over: bool = False
     """Whether the last part has come."""
 
@@ -76,8 +86,10 @@ class _Engine:
     """What to send once it has loaded the model."""
     is_ready: bool = False
     used_at: float = field(default_factory=time.monotonic)
+    started_at: float = field(default_factory=time.monotonic)
     leaves_at: float | None = None
-    """When it has to give its GPU back."""
+    """Set if it takes no new requests, since another model or a job waits: when those that it has are
+    interrupted, if they have not ended by then."""
 
 
 class Dispatcher:
@@ -100,6 +112,7 @@ class Dispatcher:
         self._spare: EngineProcess | None = None
         self._store_at = self._check_at = self._renew_at = 0.0
         self._used_at = time.monotonic()
+        _remove_left_folders()
 
     @property
     def is_idle(self) -> bool:
@@ -198,15 +211,19 @@ class Dispatcher:
         if engine is not None:
             return engine if engine.leaves_at is None else None
         if self._is_full() and not self._end_unused():
+            self._make_room_for(request)
             return None
-        try:
-            place = self._placement.place(model)
-        except DoesNotFit:
-            if not self._end_unused():
-                if any(each.requests for each in self._engines.values()):
-                    return None
-                raise
-            place = self._placement.place(model)
+        while True:
+            try:
+                place = self._placement.place(model)
+                break
+            except DoesNotFit:
+                if self._end_unused():
+                    continue
+                if not self._engines:
+                    raise
+                self._make_room_for(request)
+                return None
         try:
             return self._start(key, model, place)
         except (ValueError, OSError):
@@ -229,10 +246,19 @@ class Dispatcher:
         self._end(min(unused, key=lambda engine: engine.used_at))
         return True
 
+    def _make_room_for(self, request: _Open) -> None:
+        """Lets a busy engine take no new requests, if a request has waited long for a model of its own."""
+        busy = [engine for engine in self._engines.values() if engine.leaves_at is None]
+        if len(busy) == len(self._engines) and time.monotonic() > request.since + _PATIENCE_SECONDS:
+            min(busy, key=lambda engine: engine.started_at).leaves_at = inf
+
     def _start(self, key: str, model: ModelReference, place: Place) -> _Engine:
         path = base_models.path_of(model, self._settings)
+        if self._spare is not None and not self._spare.is_alive:
+            self._spare.kill()
+            self._spare = None
         process, self._spare = self._spare or self._new_process(), None
-        folder = Path(tempfile.mkdtemp(prefix="accrue-inference-"))
+        folder = Path(tempfile.mkdtemp(prefix=f"{_FOLDER}{os.getpid()}-"))
         hidden = str(self._settings.data_dir.resolve()) if self._settings.trainer_isolation else None
         devices = [] if place.device is None else [place.device]
         process.send(
@@ -274,11 +300,11 @@ class Dispatcher:
 
     def _receive(self, seconds: float) -> None:
         """Takes what engines have sent, and waits for it if they have sent nothing."""
-        engines = [engine for engine in self._engines.values() if engine.process.is_open]
-        if not engines:
-            time.sleep(seconds)
+        engines = list(self._engines.values())
+        if is_open := [engine.process for engine in engines if engine.process.is_open]:
+            select.select(is_open, [], [], seconds)
         else:
-            select.select([engine.process for engine in engines], [], [], seconds)
+            time.sleep(seconds)
         for engine in engines:
             engine.process.send_rest()
             for reported in engine.process.received():
@@ -356,12 +382,17 @@ class Dispatcher:
 
     def _check(self, now: float) -> None:
         """Ends engines that have had nothing to do, or whose GPU training needs."""
+        with self._database.reading() as session:
+            is_any_abandoned = requests.any_abandoned(session)
+        if is_any_abandoned:
+            with self._database.writing() as session:
+                requests.delete_abandoned(session)
         wanted = self._settings.inference_yields and any(
             engine.place.device is not None for engine in self._engines.values()
         )
         wanted = wanted and self._placement.is_wanted()
         for engine in list(self._engines.values()):
-            if wanted and engine.place.device is not None and engine.leaves_at is None:
+            if wanted and engine.place.device is not None and engine.leaves_at in (None, inf):
                 engine.leaves_at = now + _GRACE_SECONDS
             if engine.requests:
                 if engine.leaves_at is not None and now > engine.leaves_at:
@@ -396,6 +427,16 @@ class Dispatcher:
 _INTERRUPTED = unavailable(
     "The process that was answering ended, or training needed its GPU: send the request again."
 ).error
+
+
+def _remove_left_folders() -> None:
+    """Removes the folders of processes that were killed."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*"):
+        process = folder.name.removeprefix(_FOLDER).partition("-")[0]
+        if process.isdigit() and not Path("/proc", process).exists() and Path("/proc/self").exists():
+            with contextlib.suppress(OSError):
+                if folder.stat().st_uid == os.getuid():
+                    remove_tree(folder)
 
 
 def _copy_plain_files(source: Path, target: Path) -> None:

@@ -34,6 +34,10 @@ MAX_ROWS = 64
 _TELL_SECONDS = 0.02
 """How often what was added to answers is reported."""
 
+_MOST_UNTOLD = 256
+"""The additions to an answer that are reported together, even if nobody reads them yet: a line may not become
+too long."""
+
 _CACHE_SHARE = 0.5
 """The share of the memory that is free after loading that caches may take."""
 
@@ -123,7 +127,10 @@ class Engine:
         prompt_tokens = sum(len(own[0].prompt) for own in by_prompt)
         self._requests[request_id] = _Request(asked.key_id, choices, prompt_tokens, order.streams)
         if order.echo:
-            texts = [self._loaded.tokenizer.decode(own.prompt, skip_special_tokens=True) for own in choices]
+            given = [each for each in order.prompts for _ in range(order.choices)]
+            texts = [
+                each if isinstance(each, str) else self._loaded.tokenizer.decode(list(each)) for each in given
+            ]
             deltas = [
                 ChoiceDelta(index=own.index, text=text) for own, text in zip(choices, texts, strict=True)
             ]
@@ -140,7 +147,8 @@ class Engine:
     def _adapter(self, layer: ModelLayer | None, path: str | None) -> str | None:
         if layer is None or path is None:
             return None
-        self._loaded.add_adapter(layer, Path(path))
+        waiting = {adapter for adapter, _ in self._waiting}
+        self._loaded.add_adapter(layer, Path(path), {*waiting, *(own for own, _ in self._batches)})
         return layer.name
 
     def _choices(self, request_id: str, order: InferenceOrder) -> list[Choice]:
@@ -294,8 +302,8 @@ class Engine:
         now = time.monotonic()
         if self._untold and now >= self._tell_at:
             self._tell_at = now + _TELL_SECONDS
-            for request_id in list(self._untold):
-                if self._requests[request_id].streams:
+            for request_id, deltas in list(self._untold.items()):
+                if self._requests[request_id].streams or len(deltas) > _MOST_UNTOLD:
                     self._tell(request_id)
 
     def _is_over(self, request_id: str) -> bool:

@@ -54,6 +54,11 @@ class EngineProcess:
             os.close(token)
         self._socket.setblocking(False)
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process has not ended."""
+        return self._process.poll() is None
+
     def fileno(self) -> int:
         """The socket's descriptor, for selectors."""
         return self._socket.fileno()

@@ -1,6 +1,6 @@
 """Loads a model for answering: its weights, its tokenizer, and the adapters that share it."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
+from transformers import GenerationConfig
 
 from app.contract.model_reference import ModelLayer, ModelReference
 from workers.inference.sampling import SamplingDefaults
@@ -30,6 +31,10 @@ NOT_LOADED = (
 
 _WITHOUT_LIMIT = 2**17
 """The tokens of a prompt and its answer, of a model without positions, such as RWKV."""
+
+
+MAX_ADAPTERS = 16
+"""The adapters of one model that stay loaded."""
 
 
 class NotShared(Exception):
@@ -54,6 +59,8 @@ class Loaded:
     """peft's view of the model, once it has adapters."""
     _names: dict[str, str] = field(default_factory=dict)
     """peft's names of adapters, by those of their layers."""
+    _added: int = 0
+    """How many were added so far."""
 
     @property
     def context(self) -> int:
@@ -61,18 +68,25 @@ class Loaded:
         positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         return positions if isinstance(positions, int) and positions > 0 else _WITHOUT_LIMIT
 
-    def add_adapter(self, layer: ModelLayer, path: Path) -> None:
-        """Adds adapters, which answer when they are `active`.
+    def add_adapter(self, layer: ModelLayer, path: Path, in_use: Collection[str | None] = ()) -> None:
+        """Adds adapters, which answer when they are `active`. Those that were not asked for longest are
+        unloaded, if there are many.
+
+        Args:
+            in_use: the layers of adapters that must stay.
 
         Raises:
             CannotTrain: they have changed, or do not belong to the model.
             NotShared: they are added to weights, which only one set of adapters can be.
         """
         if layer.name in self._names:
+            self._names[layer.name] = self._names.pop(layer.name)  # the newest comes last
             return
+        self._unload_beyond(MAX_ADAPTERS - 1, in_use)
         check_layers([(layer, path)])
         saved = saved_adapter(layer, path)
-        name = f"adapter{len(self._names)}"
+        self._added += 1
+        name = f"adapter{self._added}"
         config = _adapter_config(self.model, layer, saved)
         if self._adapted is None:
             from peft import PeftModel
@@ -84,6 +98,11 @@ class Loaded:
         self._adapted.requires_grad_(False)
         self._adapted.eval()
         self._names[layer.name] = name
+
+    def _unload_beyond(self, most: int, in_use: Collection[str | None]) -> None:
+        unused = [layer for layer in self._names if layer not in in_use]
+        for layer in unused[: max(0, len(self._names) - most)]:
+            self._adapted.delete_adapter(self._names.pop(layer))
 
     @contextmanager
     def active(self, adapter: str | None) -> Iterator[None]:
@@ -130,9 +149,9 @@ def load(
     model.requires_grad_(False)
     model.eval()
     model.config.use_cache = True
-    return Loaded(
-        model.to(device), tokenizer, device, SamplingDefaults.of_folder(staged), _ends(model, tokenizer)
-    )
+    ends = _ends(model, tokenizer)
+    model.generation_config = GenerationConfig()  # its defaults would apply in addition to those of requests
+    return Loaded(model.to(device), tokenizer, device, SamplingDefaults.of_folder(staged), ends)
 
 
 def _ends(model: Any, tokenizer: Any) -> frozenset[int]:

@@ -78,8 +78,11 @@ class PromptReader:
             [[text]] = self._renderer(self._template(None)).render([conversation])
         except NotRendered:
             return frozenset(), ()
+        if _ANSWER not in text:  # the template changes what it is given
+            return frozenset(), ()
         after = text.rpartition(_ANSWER)[2]
-        special = set(self._tokenizer.all_special_ids)
+        added = getattr(self._tokenizer, "added_tokens_decoder", {})
+        special = {*self._tokenizer.all_special_ids, *(token for token, own in added.items() if own.special)}
         tokens = self._tokens(after) if after else []
         if any(token in special for token in tokens):
             return frozenset([next(token for token in tokens if token in special)]), ()

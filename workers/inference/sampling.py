@@ -1,9 +1,11 @@
 """Chooses the next token of one sequence from the model's logits."""
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import isfinite, log
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +32,8 @@ class Sampling:
     presence_penalty: float
     frequency_penalty: float
     logit_bias: dict[int, float]
+    _tensors: dict[Any, Tensor] = field(default_factory=dict, repr=False, compare=False)
+    """Tensors that are the same for each token."""
 
     @property
     def is_plain(self) -> bool:
@@ -62,16 +66,24 @@ class Sampling:
 
     def _changed(self, logits: Tensor, prompt: list[int], made: list[int]) -> Tensor:
         if self.repetition_penalty != 1.0:  # Keskar et al. 2019
-            seen = torch.tensor(sorted({*prompt, *made}), device=logits.device)
+            of_prompt = self._kept(id(prompt), lambda: torch.tensor(prompt, device=logits.device))
+            seen = torch.cat([of_prompt.long(), torch.tensor(made, dtype=torch.long, device=logits.device)])
             own = logits[seen]
             logits[seen] = torch.where(own < 0, own * self.repetition_penalty, own / self.repetition_penalty)
         if made and (self.presence_penalty or self.frequency_penalty):  # as in OpenAI's API: of the answer
             tokens, counts = torch.tensor(made, device=logits.device).unique(return_counts=True)
             logits[tokens] -= self.presence_penalty + self.frequency_penalty * counts
-        for token, bias in self.logit_bias.items():
-            if token < len(logits):
-                logits[token] += bias
+        if self.logit_bias:
+            biases = {token: bias for token, bias in self.logit_bias.items() if token < len(logits)}
+            tokens = self._kept("tokens", lambda: torch.tensor(list(biases), device=logits.device).long())
+            values = self._kept("biases", lambda: torch.tensor(list(biases.values()), device=logits.device))
+            logits[tokens] += values
         return logits
+
+    def _kept(self, name: Any, make: Callable[[], Tensor]) -> Tensor:
+        if name not in self._tensors:
+            self._tensors[name] = make()
+        return self._tensors[name]
 
     def _limited(self, logits: Tensor) -> Tensor:
         """The logits without the tokens that top_k, top_p and min_p exclude; one token always stays."""

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+_CHARACTER_TOKENS = 8
+"""More tokens than a character can have: what they say is no character."""
 
 
 class TextStream:
@@ -28,7 +30,8 @@ class TextStream:
         self._tokens.append(token)
         before = self._decoded(self._start, self._read)
         text = self._decoded(self._start, len(self._tokens))
-        if len(text) <= len(before) or text.endswith(_UNFINISHED):
+        is_unfinished = text.endswith(_UNFINISHED) and len(self._tokens) - self._read < _CHARACTER_TOKENS
+        if len(text) <= len(before) or is_unfinished:
             return ""
         self._start, self._read = self._read, len(self._tokens)
         return self._released(text[len(before) :])
