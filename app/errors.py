@@ -14,6 +14,7 @@ AccrueError
 ├── TooManyRequests 429   a key has reached its rate limit, or its limit of concurrent requests
 ├── QuotaExceeded   429   a key has too many waiting jobs, or too many stored bytes
 ├── Forbidden       403   another machine or web page while no key exists, or beyond a key's scopes
+├── NotAnswered     500   a model failed while it answered
 ├── Unavailable     503   the service cannot do it at the moment
 │   └── ReplacedDatabase  the database file was deleted or replaced
 └── DiskFull        507   the disk is full
@@ -110,6 +111,12 @@ class Forbidden(AccrueError):
     status = 403
     code = "forbidden"
     title = "Forbidden"
+
+
+class NotAnswered(AccrueError):
+    status = 500
+    code = "internal_error"
+    title = "Internal error"
 
 
 class Unavailable(AccrueError):

@@ -181,7 +181,7 @@ def _add_state(app: FastAPI, settings: Settings, authenticate: Authenticate | No
     state.events = EventStream(state.database)
     state.answers = AnswerReader(state.database)
     state.inference_limit = ConcurrencyLimit(
-        "answers", per_key=inference_routes.MAX_PER_KEY, total=inference_routes.MAX_TOTAL
+        "requests to models", per_key=inference_routes.MAX_PER_KEY, total=inference_routes.MAX_TOTAL
     )
     state.latency = LatencyGauge()
     state.exposition = Exposition(state.database)

@@ -23,8 +23,8 @@ class HelperProcess:
         name: what the log calls it.
         module: its module, below `workers`.
         environment: variables that differ from the worker's own; None: the variable is left out.
-        restart_seconds: how long after a start it is started again.
-        grace_seconds: how long it may take to end once it is told to.
+        restart_seconds: the minimum time between two starts.
+        grace_seconds: how long it may take to end after SIGTERM; 0: it is killed at once.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class HelperProcess:
         return self._process is not None and self._process.poll() is None
 
     def keep_alive(self) -> None:
-        """Starts the process, or restarts it if it ended some time ago."""
+        """Starts the process, or restarts it if it has ended and was not started too recently."""
         if self.is_alive or time.monotonic() < self._started_at + self._restart_seconds:
             return
         if self._process is not None and self._process.returncode != 0:
@@ -58,7 +58,7 @@ class HelperProcess:
         self._start()
 
     def end(self) -> None:
-        """Ends the process. The next one takes over its requests."""
+        """Ends the process."""
         if self._process is not None:
             if self._grace_seconds:
                 self._process.terminate()
@@ -100,7 +100,8 @@ def profiler(settings: Settings) -> HelperProcess:
 
 
 def inference(settings: Settings) -> HelperProcess:
-    """`python -m workers.inference`, which answers requests. It ends by itself if there are none."""
+    """`python -m workers.inference`, which answers requests. It ends after a time without any
+    (ACCRUE_INFERENCE_IDLE_SECONDS)."""
     return HelperProcess(
         settings, "inference process", "inference", {}, restart_seconds=1.0, grace_seconds=5.0
     )

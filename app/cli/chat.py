@@ -29,7 +29,10 @@ def chat(
         str | None, typer.Option("--message", "-m", help="Print the answer to this message, and end")
     ] = None,
     system: Annotated[str | None, typer.Option(help="A system message, before the conversation")] = None,
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="The longest answer, in tokens")] = None,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="The longest answer, in tokens; default: 1024, or 128 without the template"),
+    ] = None,
     temperature: Annotated[
         float | None, typer.Option(min=0, max=2, help="0: always the most probable token")
     ] = None,
@@ -48,7 +51,7 @@ def chat(
     with Client(url) as client:
         options = without_none({"max_tokens": max_tokens, "temperature": temperature})
         name = model or _newest_model(client)
-        completes = _was_trained_on_texts(client, name) if complete is None else complete
+        completes = _was_trained_without_template(client, name) if complete is None else complete
         talk = _Talk(client, name, system, options, completes=completes)
         if message is not None:
             talk.say(message)
@@ -130,7 +133,7 @@ def _read_line() -> str | None:
 _JOB_IN_NAME = re.compile(r"(?:ftjob-|ft:.*:)([A-Za-z0-9]+)(?::ckpt-step-[0-9]+)?")
 
 
-def _was_trained_on_texts(client: Client, model: str) -> bool:
+def _was_trained_without_template(client: Client, model: str) -> bool:
     """Whether a job trained the model on something else than chats."""
     found = _JOB_IN_NAME.fullmatch(model)
     if found is None:

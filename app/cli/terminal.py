@@ -79,7 +79,7 @@ def follow(client: Client, job_id: str, *, stays: bool = True) -> int:
         if stays and job["links"]["model"]:
             was_evaluated = job["result"]["eval_loss"] is not None  # so that there are held-out prompts
             sample = "; accrue sample shows how it completes prompts" if was_evaluated else ""
-            console.print(f"accrue chat asks the model; accrue download fetches it{sample}")
+            console.print(f"accrue chat talks to the model; accrue download fetches it{sample}")
         return 0
     return _show_end(job)
 

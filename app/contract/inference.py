@@ -61,7 +61,7 @@ class InferenceOrder(Frozen):
         """The adapters that are added to the model while it answers; None if it has none, or merged ones."""
         return self.model.continued_adapters(adapters=True)
 
-    def below_adapter(self) -> ModelReference:
+    def without_adapter(self) -> ModelReference:
         """The model without those adapters: models that differ only in them are loaded once."""
         if self.adapter() is None:
             return self.model

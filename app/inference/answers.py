@@ -48,8 +48,8 @@ class AnswerReader:
         self._polling: asyncio.Task[None] | None = None
 
     async def parts(self, request_id: str) -> AsyncGenerator[AnswerPart | None]:
-        """Yields the parts of an answer until the last one; None if there was none for some seconds. At the
-        end, also of the client's patience, the request is deleted."""
+        """Yields the parts of an answer until the last one; None if there was none for some seconds. The
+        request is deleted at the end, or when the client disconnects."""
         waiting = self._waiting[request_id] = Waiting(request_id)
         if self._polling is None or self._polling.done():
             self._polling = asyncio.create_task(self._poll())

@@ -85,7 +85,8 @@ def add(database: Database, order: InferenceOrder, key_id: str | None) -> str:
 
 
 def forget(database: Database, request_id: str) -> None:
-    """Deletes a request and its answer; if it is still being answered, the inference process stops."""
+    """Deletes a request and its answer. An inference process that works on it cancels the answer when it next
+    stores a part or renews its claims."""
     with database.writing() as session:
         session.execute(delete(InferenceRequest).where(InferenceRequest.id == request_id))
 

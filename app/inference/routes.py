@@ -29,6 +29,7 @@ from app.errors import (
     ContextTooLong,
     InvalidRequest,
     NoChatTemplate,
+    NotAnswered,
     Unavailable,
     UnknownModel,
     Unprocessable,
@@ -49,7 +50,7 @@ log = structlog.get_logger("accrue.service")
 router = APIRouter(prefix="/v1", tags=["OpenAI: inference"])
 
 MAX_PER_KEY = 64
-"""The maximum number of answers that one key may await at the same time."""
+"""The maximum number of requests of one key whose answer is awaited at the same time."""
 MAX_TOTAL = 256
 
 _STREAM: dict[int | str, dict[str, Any]] = {
@@ -194,7 +195,7 @@ async def _next(parts: AsyncIterator[AnswerPart | None], request: Request) -> An
 
 
 def _as_exception(error: InferenceError) -> AccrueError:
-    kinds: tuple[type[AccrueError], ...] = (ContextTooLong, NoChatTemplate)
+    kinds: tuple[type[AccrueError], ...] = (ContextTooLong, NoChatTemplate, NotAnswered)
     other = Unavailable if error.status >= HTTPStatus.INTERNAL_SERVER_ERROR else InvalidRequest
     kind = next((each for each in kinds if each.code == error.code), other)
     return kind(error.message, field=error.field)

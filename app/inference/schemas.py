@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, StringConstraints, field_validator, model_validator
 
-from app.contract.base import Flag, Request, ResponseModel
+from app.contract.base import Flag, Request, ResponseModel, ShortText
 from app.contract.data_formats import Role
 from app.contract.inference import FinishReason, SamplingOptions
 from app.contract.model_reference import StartingModel
@@ -20,6 +20,8 @@ MAX_ANSWERS = 128
 MAX_TOKENS = 1_000_000
 MAX_ALTERNATIVES = 20
 
+Text = Annotated[str, StringConstraints(max_length=2**23)]
+"""A long text, such as a prompt; a body has a maximum size, too."""
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=200)]
 _Bias = Annotated[float, Field(ge=-100, le=100)]
 
@@ -83,12 +85,12 @@ class StreamOptions(Request):
 
 class TextPart(Request):
     type: Literal["text"]
-    text: str
+    text: Text
 
 
 class FunctionDefinition(Request):
-    name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
-    description: str | None = None
+    name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$", max_length=64)]
+    description: Text | None = None
     parameters: dict[str, Any] | None = Field(None, description="A JSON schema")
     strict: Flag | None = Field(None, description="Ignored")
 
@@ -100,7 +102,7 @@ class Tool(Request):
 
 class CalledFunction(Request):
     name: Annotated[str, StringConstraints(max_length=200)]
-    arguments: str
+    arguments: Text
 
 
 class ToolCall(Request):
@@ -111,10 +113,10 @@ class ToolCall(Request):
 
 class ChatMessage(Request):
     role: Role
-    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
+    content: Text | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     name: Annotated[str, StringConstraints(max_length=200)] | None = None
-    reasoning_content: str | None = None
-    refusal: str | None = Field(None, description="Ignored")
+    reasoning_content: Text | None = None
+    refusal: Text | None = Field(None, description="Ignored")
     tool_calls: Annotated[list[ToolCall], Field(max_length=100, fail_fast=True)] | None = None
     tool_call_id: Annotated[str, StringConstraints(max_length=200)] | None = None
 
@@ -146,7 +148,9 @@ class ChatRequest(_InferenceRequest):
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=10_000, fail_fast=True)]
     max_completion_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
-    max_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS, description="Older name of the field above")
+    max_tokens: int | None = Field(
+        None, ge=1, le=MAX_TOKENS, description="Older name of max_completion_tokens"
+    )
     logprobs: Flag | None = Field(None, description="Return the log probability of each token")
     top_logprobs: int | None = Field(
         None, ge=0, le=MAX_ALTERNATIVES, description="Also those of this many most probable tokens"
@@ -157,7 +161,7 @@ class ChatRequest(_InferenceRequest):
     tool_choice: Literal["auto", "none"] | None = None
     parallel_tool_calls: Flag | None = Field(None, description="Ignored")
     response_format: TextFormat | None = None
-    metadata: dict[str, str] | None = Field(None, max_length=16, description="Ignored")
+    metadata: dict[ShortText, Text] | None = Field(None, max_length=16, description="Ignored")
     store: Literal[False] | None = Field(None, description="Nothing is stored")
 
     @model_validator(mode="after")
@@ -176,9 +180,9 @@ class CompletionRequest(_InferenceRequest):
     """Texts that the model is to continue."""
 
     prompt: (
-        str
+        Text
         | Tokens
-        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
+        | Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
         | Annotated[list[Tokens], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
     ) = Field(description="A text, several texts, or their tokens")
     max_tokens: int | None = Field(None, ge=0, le=MAX_TOKENS, description="Default: 16")
@@ -197,7 +201,7 @@ class CompletionRequest(_InferenceRequest):
     @model_validator(mode="after")
     def _asks_for_few(self) -> "CompletionRequest":
         if len(self.prompts()) * self.n > MAX_ANSWERS:
-            raise ValueError(f"prompts times n are more than {MAX_ANSWERS}")
+            raise ValueError(f"the number of prompts times n must be at most {MAX_ANSWERS}")
         if self.echo and self.logprobs is not None:
             raise ValueError("logprobs cannot be combined with echo: those of a prompt are not computed")
         return self

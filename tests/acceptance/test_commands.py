@@ -168,7 +168,7 @@ def test_watch_shows_warnings(shared: Accrue, data: Path) -> None:
     assert told.count("cut to max_length 8") == 1
     assert "target tokens" in told
     assert "deprecated" not in told
-    assert "accrue chat asks the model; accrue download fetches it" in told
+    assert "accrue chat talks to the model; accrue download fetches it" in told
     assert "lora" in run(shared, "jobs", "--limit", "1")
 
 

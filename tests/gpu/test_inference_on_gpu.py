@@ -10,7 +10,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, Mistra
 from app.contract.architecture import Architecture
 from app.contract.inference import AnswerPart, InferenceOrder, SamplingOptions
 from app.contract.model_reference import ModelReference
-from workers.inference.agreement import try_rows
+from workers.inference.batching_check import check_batching
 from workers.inference.engine import Engine
 from workers.inference.loading import Loaded
 from workers.inference.protocol import AnswerOrder, Reported
@@ -87,7 +87,7 @@ def _architecture() -> Architecture:
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_answers_equal_generate_in_fp32(family: str) -> None:
     model = made(family, torch.float32)
-    assert try_rows(model, CUDA).agree
+    assert check_batching(model, CUDA).agree
     texts, _ = answered(model)
     tokenizer = make_tokenizer()
     own = GenerationConfig(max_new_tokens=TOKENS, do_sample=False, eos_token_id=256, pad_token_id=257)
@@ -100,6 +100,6 @@ def test_answers_equal_generate_in_fp32(family: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision_answers_together(dtype: torch.dtype) -> None:
     model = made("llama", dtype)
-    assert try_rows(model, CUDA).agree
+    assert check_batching(model, CUDA).agree
     _, counts = answered(model)
     assert all(count > 0 for count in counts)

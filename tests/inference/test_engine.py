@@ -21,10 +21,10 @@ from app.contract.model_reference import LoraSpec, ModelLayer, ModelReference
 from app.planning.architectures import from_config
 from app.planning.catalogue import TINY_GPT2
 from tests.harness.any_family import ALL, long_rope, make_any, small_config
-from workers.inference.agreement import try_rows
+from workers.inference.batching_check import check_batching
+from workers.inference.coalescing import coalesced
 from workers.inference.engine import Engine
 from workers.inference.loading import Loaded, load
-from workers.inference.merging import merged
 from workers.inference.prompts import PromptReader
 from workers.inference.protocol import AnswerOrder, Reported
 from workers.inference.sampling import SamplingDefaults
@@ -94,7 +94,7 @@ def answers(
     running.start()
     running.join(120)
     assert not running.is_alive()
-    return {request_id: merged(own) for request_id, own in parts.items()}
+    return {request_id: coalesced(own) for request_id, own in parts.items()}
 
 
 def loaded_with(model: Any, tokenizer: Any = TOKENIZER) -> Loaded:
@@ -168,13 +168,13 @@ def test_every_family_answers_as_generate(family: str) -> None:
 
 
 def test_families_whose_rows_agree_are_computed_together() -> None:
-    found = {family: try_rows(make(family), CPU).agree for family in FAMILIES}
+    found = {family: check_batching(make(family), CPU).agree for family in FAMILIES}
     assert found == {**dict.fromkeys(FAMILIES, True), "mamba": found["mamba"]}
 
 
 def test_rows_that_depend_on_the_longest_are_computed_alone() -> None:
     model = make_any(long_rope()).eval()
-    assert not try_rows(model, CPU).agree
+    assert not check_batching(model, CPU).agree
     prompts = prompts_of(4)
     orders = [AnswerOrder(id=str(number), order=ordered(each, 4)) for number, each in enumerate(prompts)]
     found = answers(loaded_with(model, Numbers()), orders)

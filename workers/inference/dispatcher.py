@@ -23,8 +23,8 @@ from app.models import base_models
 from app.settings import Settings
 from app.storage.database import ChangeDetector, Database
 from app.storage.disk import remove_tree
+from workers.inference.coalescing import coalesced
 from workers.inference.engine_process import EngineProcess
-from workers.inference.merging import merged
 from workers.inference.placement import DoesNotFit, Place, Placement, threads_of_cpu
 from workers.inference.protocol import AnswerOrder, LoadOrder, Reported
 from workers.inference.refusal import refused, unavailable
@@ -88,8 +88,8 @@ class _Engine:
     used_at: float = field(default_factory=time.monotonic)
     started_at: float = field(default_factory=time.monotonic)
     leaves_at: float | None = None
-    """Set if it takes no new requests, since another model or a job waits: when those that it has are
-    interrupted, if they have not ended by then."""
+    """None: it accepts requests. Otherwise it accepts no new ones, and those that it has are interrupted at
+    this time of the monotonic clock (infinity: never)."""
 
 
 class Dispatcher:
@@ -233,7 +233,9 @@ class Dispatcher:
     def _model_of(self, order: InferenceOrder) -> ModelReference:
         """The model that an engine loads for a request."""
         adapter = order.adapter()
-        return order.model if adapter is None or adapter.fingerprint in self._alone else order.below_adapter()
+        return (
+            order.model if adapter is None or adapter.fingerprint in self._alone else order.without_adapter()
+        )
 
     def _is_full(self) -> bool:
         return len(self._engines) >= self._settings.inference_models
@@ -288,7 +290,7 @@ class Dispatcher:
             if adapter.fingerprint not in engine.adapters:
                 source = Path(base_models.layer_paths(request.order.model, self._settings)[-1])
                 target = engine.folder / f"adapter-{len(engine.adapters)}"
-                _copy_plain_files(source, target)
+                _link_plain_files(source, target)
                 engine.adapters[adapter.fingerprint] = str(target)
             path = engine.adapters[adapter.fingerprint]
         engine.requests[request.id] = request
@@ -352,7 +354,7 @@ class Dispatcher:
         having = [request for request in self._open.values() if request.parts]
         if not having:
             return
-        parts = {(request.id, request.stored): merged(list(request.parts)) for request in having}
+        parts = {(request.id, request.stored): coalesced(list(request.parts)) for request in having}
         with self._database.writing() as session:
             still = requests.store(session, self._process_id, parts)
         for request in having:
@@ -425,7 +427,7 @@ class Dispatcher:
 
 
 _INTERRUPTED = unavailable(
-    "The process that was answering ended, or training needed its GPU: send the request again."
+    "The model's process ended while it was answering, or training needed its GPU: send the request again."
 ).error
 
 
@@ -439,8 +441,9 @@ def _remove_left_folders() -> None:
                     remove_tree(folder)
 
 
-def _copy_plain_files(source: Path, target: Path) -> None:
-    """Copies the files of a folder, and no links."""
+def _link_plain_files(source: Path, target: Path) -> None:
+    """Hard-links the plain files of a folder, or copies them if it is on another file system; symbolic links
+    are skipped."""
     target.mkdir()
     for path in source.iterdir():
         if path.is_file() and not path.is_symlink():

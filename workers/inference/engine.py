@@ -14,11 +14,11 @@ from torch import Tensor
 
 from app.contract.inference import AnswerPart, ChoiceDelta, InferenceError, InferenceOrder, Usage
 from app.contract.model_reference import ModelLayer
-from workers.inference import agreement, one_at_a_time
+from workers.inference import batching_check, one_at_a_time
 from workers.inference.batch import Batch
 from workers.inference.choice import Choice
+from workers.inference.coalescing import coalesced
 from workers.inference.loading import Loaded, NotShared
-from workers.inference.merging import merged
 from workers.inference.prompts import PromptReader
 from workers.inference.protocol import AnswerOrder, Reported
 from workers.inference.refusal import Refused, refused, unavailable
@@ -31,11 +31,11 @@ Report = Callable[[Reported], None]
 MAX_ROWS = 64
 """The maximum number of choices that are computed together."""
 
-_TELL_SECONDS = 0.02
+_REPORT_SECONDS = 0.02
 """How often what was added to answers is reported."""
 
-_MOST_UNTOLD = 256
-"""The additions to an answer that are reported together, even if nobody reads them yet: a line may not become
+_MAX_UNREPORTED = 256
+"""Deltas of an answer that is not streamed that are kept before they are reported: a line must not become
 too long."""
 
 _CACHE_SHARE = 0.5
@@ -59,7 +59,7 @@ class Engine:
         """
         Args:
             lines: orders, as lines of JSON; None at their end.
-            report: takes what is to be told.
+            report: sends what the engine reports.
         """
         self._loaded, self._lines, self._report = loaded, lines, report
         self._reader = PromptReader(loaded.tokenizer, loaded.context)
@@ -67,14 +67,14 @@ class Engine:
         self._waiting: deque[tuple[str | None, list[Choice]]] = deque()
         """Choices of one prompt each, with their adapters."""
         self._batches: list[tuple[str | None, Batch]] = []
-        rows = agreement.try_rows(loaded.model, loaded.device)
+        rows = batching_check.check_batching(loaded.model, loaded.device)
         self._together = rows.agree
         free = _free_bytes(loaded.device)
         size = max(1.0, rows.bytes_per_token)
         self._tokens_at_most = int(min(_CACHE_SHARE * free / size, 2**31))
         self._ended = False
-        self._untold: dict[str, list[ChoiceDelta]] = {}
-        self._tell_at = 0.0
+        self._unreported: dict[str, list[ChoiceDelta]] = {}
+        self._report_at = 0.0
 
     def run(self) -> None:
         """Runs until the input ends."""
@@ -86,7 +86,7 @@ class Engine:
                 for adapter, batch in list(self._batches):
                     self._guarded(partial(self._step, adapter, batch), batch)
                 self._batches = [each for each in self._batches if each[1].rows]
-                self._tell_if_due()
+                self._report_if_due()
         self._reader.close()
 
     def _read_orders(self, *, waits: bool) -> None:
@@ -139,8 +139,8 @@ class Engine:
             for choice in choices:
                 choice.finish_reason = "length"
             ended = [ChoiceDelta(index=each.index, finish_reason="length") for each in choices]
-            self._untold[request_id] = ended
-            self._tell(request_id)
+            self._unreported[request_id] = ended
+            self._report_deltas(request_id)
             return
         self._waiting += [(adapter, own) for own in by_prompt]
 
@@ -225,7 +225,7 @@ class Engine:
         """The batch that choices join; None if they have to wait.
 
         Raises:
-            Refused: they never fit.
+            _OfRequest: their cache needs more memory than there is.
         """
         rows = sum(len(batch.rows) for _, batch in self._batches)
         used = sum(len(batch.rows) * batch.columns_at_most for _, batch in self._batches)
@@ -275,19 +275,19 @@ class Engine:
                 deltas.setdefault(choice.request_id, []).append(delta)
         batch.leave([choice for choice, _ in found if choice.finish_reason is not None])
         for request_id, own in deltas.items():
-            self._untold.setdefault(request_id, []).extend(own)
+            self._unreported.setdefault(request_id, []).extend(own)
             if self._is_over(request_id):
-                self._tell(request_id)
+                self._report_deltas(request_id)
 
     def _generate(self, adapter: str | None, choice: Choice) -> None:
         """Answers a choice alone."""
 
         def take(own: Choice, logits: Tensor) -> bool:
             if (delta := own.take(own.next_token(logits), logits)) is not None:
-                self._untold.setdefault(own.request_id, []).append(delta)
+                self._unreported.setdefault(own.request_id, []).append(delta)
             if self._is_over(own.request_id):
-                self._tell(own.request_id)
-            self._tell_if_due()
+                self._report_deltas(own.request_id)
+            self._report_if_due()
             self._read_orders(waits=False)
             return own.finish_reason is None and own.request_id in self._requests and not self._ended
 
@@ -297,23 +297,23 @@ class Engine:
 
         self._guarded(answer, None, [choice])
 
-    def _tell_if_due(self) -> None:
+    def _report_if_due(self) -> None:
         """Reports what was added to all requests, unless that was done a moment ago."""
         now = time.monotonic()
-        if self._untold and now >= self._tell_at:
-            self._tell_at = now + _TELL_SECONDS
-            for request_id, deltas in list(self._untold.items()):
-                if self._requests[request_id].streams or len(deltas) > _MOST_UNTOLD:
-                    self._tell(request_id)
+        if self._unreported and now >= self._report_at:
+            self._report_at = now + _REPORT_SECONDS
+            for request_id, deltas in list(self._unreported.items()):
+                if self._requests[request_id].streams or len(deltas) > _MAX_UNREPORTED:
+                    self._report_deltas(request_id)
 
     def _is_over(self, request_id: str) -> bool:
         """Whether all choices of a request have ended."""
         request = self._requests.get(request_id)
         return request is None or all(choice.finish_reason is not None for choice in request.choices)
 
-    def _tell(self, request_id: str) -> None:
+    def _report_deltas(self, request_id: str) -> None:
         """Reports what was added to a request's choices, and its end with the last of them."""
-        request, deltas = self._requests.get(request_id), self._untold.pop(request_id, [])
+        request, deltas = self._requests.get(request_id), self._unreported.pop(request_id, [])
         if request is None:
             return
         usage = None
@@ -321,7 +321,7 @@ class Engine:
             made = sum(len(choice.made) for choice in request.choices)
             usage = Usage(prompt_tokens=request.prompt_tokens, completion_tokens=made)
             del self._requests[request_id]
-        part = merged([AnswerPart(deltas=tuple(deltas), usage=usage)])
+        part = coalesced([AnswerPart(deltas=tuple(deltas), usage=usage)])
         self._report(Reported(id=request_id, part=part))
 
     def _refuse(self, request_id: str, error: InferenceError) -> None:
@@ -330,7 +330,7 @@ class Engine:
 
     def _cancel(self, request_id: str) -> None:
         self._requests.pop(request_id, None)
-        self._untold.pop(request_id, None)
+        self._unreported.pop(request_id, None)
         self._waiting = deque(each for each in self._waiting if each[1][0].request_id != request_id)
         for _, batch in self._batches:
             batch.leave([row for row in batch.rows if row.request_id == request_id])

@@ -1,4 +1,4 @@
-"""An engine's process, as the inference process sees it."""
+"""Starts an engine's process (`engine_main.py`), and exchanges lines with it."""
 
 import contextlib
 import os
@@ -20,7 +20,7 @@ _MOST_BYTES = 64 * 2**20
 
 
 class EngineProcess:
-    """`python -m workers.inference.child`, which has imported everything before it gets a model to load."""
+    """`python -m workers.inference.engine_main`, which imports everything before it gets a model to load."""
 
     def __init__(self, environment: Mapping[str, str], *, network: bool = True) -> None:
         """
@@ -34,7 +34,7 @@ class EngineProcess:
         self._unread = b""
         self._unsent = bytearray()
         self.is_open = True
-        command = [sys.executable, "-m", f"{PACKAGE_PREFIX}workers.inference.child"]
+        command = [sys.executable, "-m", f"{PACKAGE_PREFIX}workers.inference.engine_main"]
         token = pipe_with(os.environ.get("HF_TOKEN", ""))
         try:
             self._process = subprocess.Popen(

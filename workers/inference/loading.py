@@ -30,7 +30,7 @@ NOT_LOADED = (
 """What loading files that are damaged, or belong to something else, may raise."""
 
 _WITHOUT_LIMIT = 2**17
-"""The tokens of a prompt and its answer, of a model without positions, such as RWKV."""
+"""The context length assumed for models without max_position_embeddings, such as RWKV."""
 
 
 MAX_ADAPTERS = 16
@@ -77,7 +77,7 @@ class Loaded:
 
         Raises:
             CannotTrain: they have changed, or do not belong to the model.
-            NotShared: they are added to weights, which only one set of adapters can be.
+            NotShared: they adapt parameters outside of linear modules, which cannot have several adapters.
         """
         if layer.name in self._names:
             self._names[layer.name] = self._names.pop(layer.name)  # the newest comes last

@@ -8,11 +8,11 @@ from workers.training.encoding import tokens_before
 from workers.training.limits import limited_memory
 from workers.training.rendering import Conversation, NotRendered, Renderer
 
-_TOKENISER_BYTES = 2 * 2**30
-_TOKENISER_BYTES_PER_CHARACTER = 4096
+_TOKENIZER_BYTES = 2 * 2**30
+_TOKENIZER_BYTES_PER_CHARACTER = 4096
 """How much memory a tokenizer may take, as in training."""
 
-_ASKED = [{"role": "user", "content": "1"}]
+_PROBE = [{"role": "user", "content": "1"}]
 _ANSWER = "accrue answer 1"
 """An answer that no template contains, to find out how turns end."""
 
@@ -74,7 +74,7 @@ class PromptReader:
         if not template:
             return frozenset(), ()
         try:
-            conversation = Conversation([*_ASKED, {"role": "assistant", "content": _ANSWER}], [(2, False)])
+            conversation = Conversation([*_PROBE, {"role": "assistant", "content": _ANSWER}], [(2, False)])
             [[text]] = self._renderer(self._template(None)).render([conversation])
         except NotRendered:
             return frozenset(), ()
@@ -121,7 +121,7 @@ class PromptReader:
         return self._renderers[template]
 
     def _tokens(self, text: str) -> list[int]:
-        most = _TOKENISER_BYTES + _TOKENISER_BYTES_PER_CHARACTER * len(text)
+        most = _TOKENIZER_BYTES + _TOKENIZER_BYTES_PER_CHARACTER * len(text)
         try:
             with limited_memory(most):
                 found: list[int] = self._tokenizer(text, add_special_tokens=False).input_ids
@@ -139,7 +139,9 @@ class PromptReader:
     def _checked(self, tokens: list[int]) -> list[int]:
         if max(tokens) >= len(self._tokenizer):
             raise refused(
-                f"The tokens of this model are smaller than {len(self._tokenizer)}.", field="prompt"
+                f"The token {max(tokens)} is not in the model's vocabulary: tokens must be smaller than "
+                f"{len(self._tokenizer)}.",
+                field="prompt",
             )
         return tokens
 

@@ -1,4 +1,4 @@
-"""What an inference process and its engines tell each other: lines of JSON over a socket."""
+"""What an inference process and its engines exchange: lines of JSON over a socket."""
 
 from app.contract.base import Frozen
 from app.contract.inference import AnswerPart, InferenceError, InferenceOrder

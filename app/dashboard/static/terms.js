@@ -38,7 +38,8 @@ const TERMS = {
     "The relative difference between predicted and measured peak memory, at the largest micro-batch that occurred. A positive value means that the job needed less than predicted.",
   as_chat:
     "The message is rendered with the model's chat template, as in training on chats. Otherwise, the model completes the text as it is, as in training on texts, or on prompts and completions.",
-  temperature: "0 always chooses the most probable token. Higher values draw more freely; 1 draws as the model predicts.",
+  temperature:
+    "0 always chooses the most probable token. Higher values choose less probable tokens more often; 1 samples from the model's own distribution.",
   noise_scale:
     "The batch beyond which more samples per step hardly help: estimated from the measured noise of the gradients. If it is well above your batch, a larger batch is worthwhile.",
   certificate:

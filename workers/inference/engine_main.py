@@ -1,4 +1,4 @@
-"""`python -m workers.inference.child`: answers requests with one model, in a process without secrets.
+"""`python -m workers.inference.engine_main`: answers requests with one model, in a process without secrets.
 
 Its standard input is a socket: it gets orders over it, and sends back parts of answers. The first order says
 which model to load; others follow once it is loaded. A model's files and what users write are untrusted: the

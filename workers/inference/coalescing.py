@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from app.contract.inference import AnswerPart, ChoiceDelta
 
 
-def merged(parts: Sequence[AnswerPart]) -> AnswerPart:
+def coalesced(parts: Sequence[AnswerPart]) -> AnswerPart:
     """One part with what several add, in their order: one delta for each choice."""
     deltas: dict[int, ChoiceDelta] = {}
     for part in parts:

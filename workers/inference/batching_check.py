@@ -25,7 +25,7 @@ _GREEDY = Sampling(0.0, 1.0, 0, 0.0, 1.0, 0.0, 0.0, {})
 
 
 @dataclass(frozen=True)
-class Rows:
+class BatchingSupport:
     """What was found out about a model."""
 
     agree: bool
@@ -33,7 +33,7 @@ class Rows:
     """The memory that a cache takes for one token of one row."""
 
 
-def try_rows(model: Any, device: torch.device) -> Rows:
+def check_batching(model: Any, device: torch.device) -> BatchingSupport:
     """Lets sequences join and leave, and compares their logits with those of the whole sequences without a
     cache."""
     try:
@@ -42,12 +42,12 @@ def try_rows(model: Any, device: torch.device) -> Rows:
     except torch.OutOfMemoryError:
         raise
     except Exception:  # any error of a family that expects something else
-        return Rows(agree=False, bytes_per_token=0.0)
+        return BatchingSupport(agree=False, bytes_per_token=0.0)
 
 
-def _tried(model: Any, device: torch.device) -> Rows:
+def _tried(model: Any, device: torch.device) -> BatchingSupport:
     if _depends_on_longest(model):
-        return Rows(agree=False, bytes_per_token=0.0)
+        return BatchingSupport(agree=False, bytes_per_token=0.0)
     vocabulary = model.get_input_embeddings().weight.shape[0]
     source = torch.Generator().manual_seed(0)
     prompts = [torch.randint(vocabulary, (length,), generator=source).tolist() for length in _LENGTHS]
@@ -57,7 +57,7 @@ def _tried(model: Any, device: torch.device) -> Rows:
     for choice in choices[:2]:
         worst = max(worst, *(_take(model, device, *each) for each in batch.join([choice])))
     if not cache_rows.can_be_joined(batch.cache):
-        return Rows(agree=False, bytes_per_token=0.0)
+        return BatchingSupport(agree=False, bytes_per_token=0.0)
     size = cache_rows.bytes_per_token(batch.cache)
     for number in range(_STEPS):
         if number == 1:
@@ -66,7 +66,7 @@ def _tried(model: Any, device: torch.device) -> Rows:
             batch.leave([choices[1]])
         worst = max(worst, *(_take(model, device, *each) for each in batch.step()))
     dtype = next(weight.dtype for weight in model.parameters() if weight.is_floating_point())
-    return Rows(agree=worst <= _TOLERANCE.get(dtype, 6e-2), bytes_per_token=size)
+    return BatchingSupport(agree=worst <= _TOLERANCE.get(dtype, 6e-2), bytes_per_token=size)
 
 
 def _depends_on_longest(model: Any) -> bool:
