@@ -19,6 +19,7 @@ ELSEWHERE = {
     "tune": "tests/acceptance/test_api.py",
     "import": "tests/acceptance/test_import_openai.py",
     "preview": "tests/acceptance/test_profiles.py",
+    "chat": "tests/acceptance/test_inference.py",
 }
 """Commands that are run by other tests."""
 
