@@ -17,7 +17,7 @@ from app.planning.architectures import from_config
 from app.planning.catalogue import TINY_GPT2
 from app.settings import Settings
 from app.storage.database import Database, database_now
-from app.storage.tables import Worker
+from app.storage.tables import InferenceRequest, Worker
 from workers.device_locks import DeviceLocks
 from workers.inference import dispatcher as module
 from workers.inference.dispatcher import Dispatcher
@@ -199,6 +199,33 @@ def test_a_third_model_gets_its_turn(
                 own._theirs.send(b".")
                 pending.remove((own, each))
     raise AssertionError("the third model was never loaded")
+
+
+def test_adapters_are_copied_so_that_an_engine_cannot_change_a_job_s_model(tmp_path: Path) -> None:
+    source, target = tmp_path / "model", tmp_path / "engine"
+    source.mkdir()
+    target.mkdir()
+    (source / "adapter_model.safetensors").write_bytes(b"weights")
+    (source / "link").symlink_to("/etc/passwd")
+    module._copy_plain_files(source, target)
+    assert [path.name for path in target.iterdir()] == ["adapter_model.safetensors"]
+    (target / "adapter_model.safetensors").write_bytes(b"changed")
+    assert (source / "adapter_model.safetensors").read_bytes() == b"weights"
+
+
+def test_what_a_user_wrote_is_in_no_log(
+    dispatcher: Dispatcher, database: Database, capsys: pytest.CaptureFixture[str]
+) -> None:
+    request_id = requests.add(database, order(text="a-secret"), None)
+    with database.writing() as session:
+        row = session.get_one(InferenceRequest, request_id)
+        row.order = {**row.order, "unknown": "a-secret"}
+    dispatcher.turn()
+    (part,) = answer_of(database, request_id)
+    assert part.error is not None
+    assert "version" in part.error.message
+    printed = capsys.readouterr()
+    assert "a-secret" not in printed.out + printed.err
 
 
 def test_folders_of_killed_processes_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from sqlalchemy.exc import OperationalError
 
 from app.contract.inference import AnswerPart, InferenceError, InferenceOrder
 from app.contract.model_reference import ModelReference
+from app.errors import ReplacedDatabase
 from app.inference import requests
 from app.inference.requests import Claimed
 from app.models import base_models
@@ -145,7 +146,10 @@ class Dispatcher:
             self._end(engine)
         if self._spare is not None:
             self._spare.kill()
-        with contextlib.suppress(OperationalError), self._database.writing() as session:
+        with (
+            contextlib.suppress(OperationalError, ReplacedDatabase),
+            self._database.writing() as session,
+        ):
             requests.release(session, self._process_id, list(self._open))
 
     def _claim(self) -> None:
@@ -162,7 +166,7 @@ class Dispatcher:
         try:
             order = InferenceOrder.model_validate(claimed.order)
         except ValidationError:  # of another version's service
-            log.exception("a request cannot be understood", request=claimed.id)
+            log.error("a request cannot be understood", request=claimed.id)  # the error quotes the request
             self._refuse_unread(claimed)
             return
         request = _Open(claimed.id, claimed.key_id, claimed.attempts, order, stored=claimed.parts)
@@ -289,8 +293,8 @@ class Dispatcher:
         if adapter is not None and adapter.fingerprint not in self._alone:
             if adapter.fingerprint not in engine.adapters:
                 source = Path(base_models.layer_paths(request.order.model, self._settings)[-1])
-                target = engine.folder / f"adapter-{len(engine.adapters)}"
-                _link_plain_files(source, target)
+                target = Path(tempfile.mkdtemp(prefix="adapter-", dir=engine.folder))
+                _copy_plain_files(source, target)
                 engine.adapters[adapter.fingerprint] = str(target)
             path = engine.adapters[adapter.fingerprint]
         engine.requests[request.id] = request
@@ -441,13 +445,9 @@ def _remove_left_folders() -> None:
                     remove_tree(folder)
 
 
-def _link_plain_files(source: Path, target: Path) -> None:
-    """Hard-links the plain files of a folder, or copies them if it is on another file system; symbolic links
-    are skipped."""
-    target.mkdir()
+def _copy_plain_files(source: Path, target: Path) -> None:
+    """Copies the files of a folder, except for links. They are not linked: the engine can write to its
+    folder."""
     for path in source.iterdir():
         if path.is_file() and not path.is_symlink():
-            with contextlib.suppress(OSError):
-                os.link(path, target / path.name)
-                continue
             shutil.copy2(path, target / path.name)
