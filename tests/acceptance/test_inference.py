@@ -17,6 +17,8 @@ from tests.harness.postgresql import Server
 from tests.harness.runs import until, write_texts
 from tests.harness.service import Accrue, running
 
+pytestmark = pytest.mark.thorough
+
 MODEL = "accrue/tiny-gpt2"
 HELLO: Any = [{"role": "user", "content": "Say hello."}]
 
@@ -160,7 +162,6 @@ def test_nothing_of_a_request_is_kept(answering: Accrue, client: openai.OpenAI) 
     database.close()
 
 
-@pytest.mark.thorough
 def test_a_client_that_leaves_ends_its_answer(answering: Accrue, client: openai.OpenAI) -> None:
     stream = client.chat.completions.create(model=MODEL, messages=HELLO, max_tokens=900, stream=True)
     next(iter(stream))
@@ -170,7 +171,6 @@ def test_a_client_that_leaves_ends_its_answer(answering: Accrue, client: openai.
     assert time.monotonic() - began < 10
 
 
-@pytest.mark.thorough
 def test_fifty_streams_at_once(client: openai.OpenAI) -> None:
     texts: dict[int, str] = {}
 
@@ -202,7 +202,6 @@ def processes_with(accrue: Accrue, word: bytes) -> list[int]:
     return found
 
 
-@pytest.mark.thorough
 def test_after_the_death_of_the_process_the_next_request_is_answered(
     answering: Accrue, client: openai.OpenAI
 ) -> None:
@@ -231,7 +230,6 @@ def _parent(entry: Path) -> int:
         return 0
 
 
-@pytest.mark.thorough
 def test_answers_while_a_job_trains(answering: Accrue, client: openai.OpenAI, tmp_path: Path) -> None:
     file = answering.upload(write_texts(tmp_path / "texts.jsonl", count=200).read_bytes())
     job = answering.submit(
@@ -245,7 +243,6 @@ def test_answers_while_a_job_trains(answering: Accrue, client: openai.OpenAI, tm
     assert answering.ended(job)["status"] == "cancelled"
 
 
-@pytest.mark.thorough
 def test_the_command_talks_to_a_model(answering: Accrue, tuned: tuple[str, str]) -> None:
     said = answering.command("chat", tuned[0], "-m", "Hi", "--max-tokens", "5", "--temperature", "0")
     assert said.returncode == 0, said.stderr
