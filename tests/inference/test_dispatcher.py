@@ -20,6 +20,7 @@ from app.storage.database import Database, database_now
 from app.storage.tables import InferenceRequest, Worker
 from workers.device_locks import DeviceLocks
 from workers.inference import dispatcher as module
+from workers.inference import engine_folders
 from workers.inference.dispatcher import Dispatcher
 from workers.inference.placement import Placement
 from workers.inference.protocol import AnswerOrder, LoadOrder, Reported
@@ -202,12 +203,12 @@ def test_a_third_model_gets_its_turn(
 
 
 def test_adapters_are_copied_so_that_an_engine_cannot_change_a_job_s_model(tmp_path: Path) -> None:
-    source, target = tmp_path / "model", tmp_path / "engine"
+    source, engine = tmp_path / "model", tmp_path / "engine"
     source.mkdir()
-    target.mkdir()
+    engine.mkdir()
     (source / "adapter_model.safetensors").write_bytes(b"weights")
     (source / "link").symlink_to("/etc/passwd")
-    module._copy_plain_files(source, target)
+    target = engine_folders.copy_into(engine, source)
     assert [path.name for path in target.iterdir()] == ["adapter_model.safetensors"]
     (target / "adapter_model.safetensors").write_bytes(b"changed")
     assert (source / "adapter_model.safetensors").read_bytes() == b"weights"
@@ -235,5 +236,5 @@ def test_folders_of_killed_processes_are_removed(tmp_path: Path, monkeypatch: py
     )
     for folder in (left, own, other):
         folder.mkdir()
-    module._remove_left_folders()
+    engine_folders.remove_left()
     assert (left.exists(), own.exists(), other.exists()) == (False, True, True)

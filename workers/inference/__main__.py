@@ -1,9 +1,7 @@
 """`python -m workers.inference`: answers requests, until it is stopped or there is nothing to do."""
 
 import os
-import signal
 import time
-from types import FrameType
 
 import structlog
 from sqlalchemy.exc import OperationalError
@@ -18,6 +16,7 @@ from workers.device_locks import DeviceLocks
 from workers.inference.dispatcher import Dispatcher
 from workers.inference.placement import Placement
 from workers.slots import Slots, labels_of
+from workers.stop_signals import StopSignals
 from workers.training.lifeline import end_with_supervisor
 
 log = structlog.get_logger("accrue.inference")
@@ -34,14 +33,7 @@ def main() -> None:
     configure(settings.log_level, settings.log_format)
     database = Database(settings.resolved_database_url)
     os.nice(_NICENESS)
-    stopped = False
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        nonlocal stopped
-        stopped = True
-
-    signal.signal(signal.SIGTERM, stop)
-    signal.signal(signal.SIGINT, stop)
+    stop = StopSignals()
     slots = Slots(cpu_devices=settings.cpu_devices)
 
     def training_waits() -> bool:
@@ -52,7 +44,7 @@ def main() -> None:
     dispatcher = Dispatcher(settings, database, placement, new_id("inference"))
     log.info("inference process ready")
     try:
-        while not (stopped or dispatcher.is_idle):
+        while not (stop.received or dispatcher.is_idle):
             try:
                 dispatcher.turn()
             except OperationalError as error:

@@ -37,11 +37,6 @@ class Choice:
     """Log probabilities of tokens whose text is not certain yet."""
 
     @property
-    def length(self) -> int:
-        """The number of its tokens, prompt included."""
-        return len(self.prompt) + len(self.made)
-
-    @property
     def longest(self) -> int:
         """The number of tokens that it may reach."""
         return len(self.prompt) + self.max_tokens
@@ -125,8 +120,3 @@ def _bytes_by_letter() -> dict[str, int]:
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     return {letter: byte for byte, letter in bytes_to_unicode().items()}
-
-
-def as_delta(index: int, text: str) -> ChoiceDelta:
-    """Text that belongs to a choice without having been made, such as an echoed prompt."""
-    return ChoiceDelta(index=index, text=text)

@@ -1,10 +1,7 @@
 """Claims requests, passes each to the engine of its model, and stores the parts of the answers."""
 
 import contextlib
-import os
 import select
-import shutil
-import tempfile
 import time
 from collections import deque
 from dataclasses import dataclass, field
@@ -24,6 +21,7 @@ from app.models import base_models
 from app.settings import Settings
 from app.storage.database import ChangeDetector, Database
 from app.storage.disk import remove_tree
+from workers.inference import engine_folders
 from workers.inference.coalescing import coalesced
 from workers.inference.engine_process import EngineProcess
 from workers.inference.placement import DoesNotFit, Place, Placement, threads_of_cpu
@@ -42,9 +40,6 @@ _ACTIVE_SECONDS, _IDLE_SECONDS = 0.005, 0.01
 """How long a turn waits for engines: while requests are answered, and while there are none."""
 _CHECK_SECONDS = 1.0
 """How often it is checked whether training needs a GPU, and which engines have nothing to do."""
-
-_FOLDER = "accrue-inference-"
-"""The prefix of engines' folders; the id of this process follows."""
 
 _PATIENCE_SECONDS = 10.0
 """Seconds that a request waits for its model while others are loaded and busy; then one of them takes no new
@@ -113,7 +108,7 @@ class Dispatcher:
         self._spare: EngineProcess | None = None
         self._store_at = self._check_at = self._renew_at = 0.0
         self._used_at = time.monotonic()
-        _remove_left_folders()
+        engine_folders.remove_left()
 
     @property
     def is_idle(self) -> bool:
@@ -264,7 +259,7 @@ class Dispatcher:
             self._spare.kill()
             self._spare = None
         process, self._spare = self._spare or self._new_process(), None
-        folder = Path(tempfile.mkdtemp(prefix=f"{_FOLDER}{os.getpid()}-"))
+        folder = engine_folders.make()
         hidden = str(self._settings.data_dir.resolve()) if self._settings.trainer_isolation else None
         devices = [] if place.device is None else [place.device]
         process.send(
@@ -293,9 +288,7 @@ class Dispatcher:
         if adapter is not None and adapter.fingerprint not in self._alone:
             if adapter.fingerprint not in engine.adapters:
                 source = Path(base_models.layer_paths(request.order.model, self._settings)[-1])
-                target = Path(tempfile.mkdtemp(prefix="adapter-", dir=engine.folder))
-                _copy_plain_files(source, target)
-                engine.adapters[adapter.fingerprint] = str(target)
+                engine.adapters[adapter.fingerprint] = str(engine_folders.copy_into(engine.folder, source))
             path = engine.adapters[adapter.fingerprint]
         engine.requests[request.id] = request
         order = AnswerOrder(id=request.id, order=request.order, adapter_path=path, key_id=request.key_id)
@@ -402,23 +395,24 @@ class Dispatcher:
                 engine.leaves_at = now + _GRACE_SECONDS
             if engine.requests:
                 if engine.leaves_at is not None and now > engine.leaves_at:
-                    self._interrupt(engine)
+                    self._interrupt(engine, _PREEMPTED)
             elif engine.leaves_at is not None or now > engine.used_at + self._settings.inference_idle_seconds:
                 self._end(engine)
 
     def _lose(self, engine: _Engine) -> None:
         """Handles the end of an engine's process."""
         log.warning("the process of a model ended", model=engine.name, requests=len(engine.requests))
-        self._interrupt(engine)
+        self._interrupt(engine, _INTERRUPTED)
 
-    def _interrupt(self, engine: _Engine) -> None:
-        """Ends an engine, and answers its requests again, unless parts of the answer were sent."""
+    def _interrupt(self, engine: _Engine, why: InferenceError) -> None:
+        """Ends an engine, and answers its requests again, unless parts of the answer were sent: these get the
+        reason."""
         interrupted = list(engine.requests.values())
         self._end(engine)
         for request in interrupted:
             request.attempts += 1
             if request.stored or request.parts or request.attempts > requests.MAX_ATTEMPTS:
-                self._fail(request, _INTERRUPTED)
+                self._fail(request, why)
             else:
                 self._waiting.append(request)
 
@@ -430,24 +424,5 @@ class Dispatcher:
         remove_tree(engine.folder)
 
 
-_INTERRUPTED = unavailable(
-    "The model's process ended while it was answering, or training needed its GPU: send the request again."
-).error
-
-
-def _remove_left_folders() -> None:
-    """Removes the folders of processes that were killed."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*"):
-        process = folder.name.removeprefix(_FOLDER).partition("-")[0]
-        if process.isdigit() and not Path("/proc", process).exists() and Path("/proc/self").exists():
-            with contextlib.suppress(OSError):
-                if folder.stat().st_uid == os.getuid():
-                    remove_tree(folder)
-
-
-def _copy_plain_files(source: Path, target: Path) -> None:
-    """Copies the files of a folder, except for links. They are not linked: the engine can write to its
-    folder."""
-    for path in source.iterdir():
-        if path.is_file() and not path.is_symlink():
-            shutil.copy2(path, target / path.name)
+_INTERRUPTED = unavailable("The process that was answering has ended: send the request again.").error
+_PREEMPTED = unavailable("Training needed the GPU that the model was using: send the request again.").error

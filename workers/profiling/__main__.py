@@ -20,6 +20,7 @@ from workers.profiling import previews
 from workers.profiling.profile import make_profile
 from workers.profiling.profile import profiles as simulated
 from workers.profiling.side_by_side import run_in_forks
+from workers.stop_signals import StopSignals
 from workers.training.lifeline import end_with_supervisor
 from workers.training.limits import limited_memory
 
@@ -45,20 +46,13 @@ def main() -> None:
     database = Database(settings.resolved_database_url)
     os.nice(_NICENESS)
     torch.set_num_threads(1)
-    stopped = False
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        nonlocal stopped
-        stopped = True
-
-    signal.signal(signal.SIGTERM, stop)
-    signal.signal(signal.SIGINT, stop)
+    stop = StopSignals()
     for device in ("cuda", "cpu"):  # warm up: import and compile what the first profile needs
         previews.answer_one(database, settings)  # answer what was requested during the imports
         make_profile(TINY_GPT2, Recipe(device=device, precision="bf16"), 128)
     log.info("profiler ready")
     changes = ChangeDetector(database)
-    while not stopped:
+    while not stop.received:
         try:
             if not changes.any() or not _answer_next(database, settings):
                 time.sleep(_POLL_SECONDS)
