@@ -19,6 +19,9 @@ log = structlog.get_logger("accrue.worker")
 class HelperProcess:
     """`python -m` with one of the workers' modules; it ends with the process that made this object.
 
+    It runs in the worker's current folder, where an .env file and a relative ACCRUE_DATA_DIR are found, and
+    imports nothing from there.
+
     Args:
         name: what the log calls it.
         module: its module, below `workers`.
@@ -72,14 +75,15 @@ class HelperProcess:
         theirs, self._lifeline = os.pipe()
         changed = {**os.environ, "ACCRUE_DATABASE_URL": self._settings.resolved_database_url}
         environment = {**changed, **self._environment, LIFELINE_VARIABLE: str(theirs)}
+        packages = [str(PACKAGES_FOLDER), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment["PYTHONPATH"] = os.pathsep.join(packages)
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", f"{PACKAGE_PREFIX}workers.{self._module}"],
+                [sys.executable, "-P", "-m", f"{PACKAGE_PREFIX}workers.{self._module}"],
                 stdin=subprocess.DEVNULL,
                 env={name: value for name, value in environment.items() if value is not None},
                 pass_fds=[theirs],
                 start_new_session=True,
-                cwd=PACKAGES_FOLDER,
             )
         except OSError as error:
             log.warning(f"the {self._name} could not be started", error=str(error))

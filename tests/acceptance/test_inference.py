@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -241,6 +243,31 @@ def test_answers_while_a_job_trains(answering: Accrue, client: openai.OpenAI, tm
     assert answering.job(job)["status"] == "running"
     answering.post(f"/v1/fine_tuning/jobs/{job}/cancel")
     assert answering.ended(job)["status"] == "cancelled"
+
+
+def test_from_another_folder_with_a_relative_data_folder(tmp_path: Path) -> None:
+    """As `accrue up` runs with its defaults: the worker's helpers find the same data folder and .env file."""
+    with running(tmp_path) as accrue:
+        (tmp_path / ".env").write_text("ACCRUE_INFERENCE_MODELS=1\n")
+        env = {
+            **accrue.env, "ACCRUE_DATA_DIR": "data", "ACCRUE_INFERENCE": "auto", "ACCRUE_PROFILER": "true",
+            "PYTHONPATH": str(Path(__file__).parents[2]),
+        }  # fmt: skip
+        accrue.processes.append(
+            subprocess.Popen(
+                [sys.executable, "-m", "app.cli", "up"], cwd=tmp_path, env=env, start_new_session=True
+            )
+        )
+        until(accrue.answers, 30)
+        until(lambda: accrue.get("/gradient-accumulation/workers")["data"], 30)
+        file = accrue.upload(write_texts(tmp_path / "texts.jsonl", count=20).read_bytes())
+        training = {"max_steps": 2, "method": {"lora": {"r": 2, "merge": False}}}
+        job = accrue.submit(dataset_config={"file_id": file, "max_length": 32}, training_config=training)
+        assert accrue.ended(job)["status"] == "succeeded"
+        made = accrue.post("/v1/completions", {"model": job, "prompt": "one", "max_tokens": 2})
+        assert made["usage"]["completion_tokens"] >= 1
+        preview = f"/gradient-accumulation/datasets/{file}/preview?model_name={MODEL}"
+        assert accrue.get(preview)["examples"] == 20
 
 
 def test_the_command_talks_to_a_model(answering: Accrue, tuned: tuple[str, str]) -> None:
