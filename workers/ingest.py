@@ -322,7 +322,8 @@ def _store_metrics(session: Session, job_id: str, lines: list[LogLine]) -> None:
 def _row(job_id: str, line: LogLine) -> dict[str, Any]:
     row = {**vars(line), "job_id": job_id}
     row["ranks"] = line.ranks and [vars(rank) for rank in line.ranks]
-    for name in ("micro_losses", "gradient_norms", "ranks"):
+    row["rewards"] = line.rewards and vars(line.rewards)
+    for name in ("micro_losses", "gradient_norms", "ranks", "rewards"):
         row[name] = None if row[name] is None else json.dumps(row[name])
     return row
 

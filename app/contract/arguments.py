@@ -1,4 +1,4 @@
-"""Arguments of the optimizers, the schedules and the methods of training, by name."""
+"""Arguments of the optimizers, the schedules, the objectives and the methods of training, by name."""
 
 from typing import Annotated, Any, Literal
 
@@ -61,6 +61,26 @@ SCHEDULE_ARGUMENTS: dict[ScheduleName, dict[str, float]] = {
     "one_cycle": {"pct_start": 0.3, "div_factor": 25.0, "final_div_factor": 1e4},
 }
 """The arguments that each schedule takes, with their defaults."""
+
+
+class ObjectiveArguments(Request):
+    """Arguments of the chosen objective."""
+
+    beta: float | None = Field(
+        None,
+        gt=0,
+        le=1000,
+        description="How strongly differences of log-probabilities count (dpo, kto: 0.1; simpo: 2); orpo: "
+        "the weight of the odds ratio (0.1)",
+    )
+    gamma: float | None = Field(
+        None, ge=0, le=1000, description="simpo: the target margin between the rewards of a pair (1)"
+    )
+    label_smoothing: float | None = Field(
+        None, ge=0, lt=0.5, description="dpo: the assumed share of pairs that are the wrong way round (0)"
+    )
+    desirable_weight: float | None = Field(None, ge=0, le=1000, description="kto (1)")
+    undesirable_weight: float | None = Field(None, ge=0, le=1000, description="kto (1)")
 
 
 class LoraConfig(Request):

@@ -1,5 +1,5 @@
-"""One line of training data: text, a prompt with its completion, or a chat; other common shapes become one
-of these (`row_shapes`).
+"""One line of training data: text, a prompt with its completion, a chat, or an answer with a judgement on it;
+other common shapes become one of these (`row_shapes`).
 
 The service validates uploaded lines with these classes, and the trainer parses the lines with the same
 classes: every accepted line can be trained on.
@@ -13,7 +13,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from app.contract.row_shapes import BadShape, canonical
 from app.contract.text import MAX_KEY_LENGTH, path_to_unstorable
 
-DataFormat = Literal["text", "prompt_completion", "messages"]
+DataFormat = Literal["text", "prompt_completion", "messages", "preference", "unpaired_preference"]
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 
 
@@ -87,27 +87,101 @@ class Chat(Line):
         return self
 
 
-Example = TextExample | PromptCompletion | Chat
+SingleExample = TextExample | PromptCompletion | Chat
+"""What becomes one sequence of tokens."""
 
-EXAMPLE_CLASSES: dict[DataFormat, type[Example]] = {
-    "text": TextExample,
-    "prompt_completion": PromptCompletion,
-    "messages": Chat,
-}
-"""The class that validates a line of each format."""
 
-_KEYS: dict[DataFormat, set[str]] = {
-    "messages": {"messages"},
-    "prompt_completion": {"prompt", "completion"},
-    "text": {"text"},
+class PromptPair(Line):
+    """Two completions of a prompt, of which one is preferred."""
+
+    prompt: str
+    chosen: str = Field(min_length=1)
+    rejected: str = Field(min_length=1)
+
+    def sequences(self) -> tuple[SingleExample, SingleExample]:
+        """The chosen one, then the rejected one."""
+        return tuple(  # type: ignore[return-value]
+            PromptCompletion(prompt=self.prompt, completion=completion)
+            for completion in (self.chosen, self.rejected)
+        )
+
+
+class ChatPair(Line):
+    """Two continuations of a chat, of which one is preferred. Only what the assistant says in them counts."""
+
+    messages: list[Message] = Field(fail_fast=True)
+    """The chat so far."""
+    chosen: list[Message] = Field(min_length=1, fail_fast=True)
+    rejected: list[Message] = Field(min_length=1, fail_fast=True)
+    tools: list[dict[str, Any]] | None = None
+
+    @model_validator(mode="after")
+    def _has_answers(self) -> "ChatPair":
+        for name, own in (("chosen", self.chosen), ("rejected", self.rejected)):
+            if not any(message.role == "assistant" and message.weight for message in own):
+                raise ValueError(f"{name} needs at least one message with the role assistant")
+        return self
+
+    def sequences(self) -> tuple[SingleExample, SingleExample]:
+        """The chosen one, then the rejected one."""
+        before = [message.model_copy(update={"weight": 0}) for message in self.messages]
+        return tuple(  # type: ignore[return-value]
+            Chat(messages=[*before, *answer], tools=self.tools) for answer in (self.chosen, self.rejected)
+        )
+
+
+class JudgedCompletion(PromptCompletion):
+    """A completion that is desirable or not."""
+
+    label: bool
+
+
+class JudgedChat(Chat):
+    """A chat in which what the assistant says is desirable or not."""
+
+    label: bool
+
+
+Judged = JudgedCompletion | JudgedChat
+Pair = PromptPair | ChatPair
+Example = SingleExample | Pair | Judged
+
+_CLASSES: dict[DataFormat, tuple[tuple[set[str], type[Example]], ...]] = {
+    "preference": (
+        ({"messages", "chosen", "rejected"}, ChatPair),
+        ({"prompt", "chosen", "rejected"}, PromptPair),
+    ),
+    "unpaired_preference": (
+        ({"messages", "label"}, JudgedChat),
+        ({"prompt", "completion", "label"}, JudgedCompletion),
+    ),
+    "messages": (({"messages"}, Chat),),
+    "prompt_completion": (({"prompt", "completion"}, PromptCompletion),),
+    "text": (({"text"}, TextExample),),
 }
+"""The classes that validate a line of each format, by the keys that it needs; the first that match are
+taken."""
+
+
+def _class_for(name: DataFormat, row: dict[str, Any]) -> type[Example] | None:
+    """The class of a format that the keys of the row belong to."""
+    if name == "unpaired_preference" and not isinstance(row.get("label"), bool):
+        return None  # a class or a score, of which this is not made
+    return next((own for keys, own in _CLASSES[name] if keys <= row.keys()), None)
+
+
+def sequences_of(example: Example) -> tuple[SingleExample, ...]:
+    """What becomes tokens: the example itself, or both answers of a pair."""
+    return example.sequences() if isinstance(example, PromptPair | ChatPair) else (example,)
 
 
 def unused_keys(example: Example) -> set[str]:
     """The keys of a line, and of its messages, that the trainer ignores."""
     found = set(example.model_extra or ())
-    if isinstance(example, Chat):
-        found |= {f"messages.{key}" for message in example.messages for key in message.model_extra or ()}
+    for name in ("messages", "chosen", "rejected"):
+        turns = getattr(example, name, None)
+        if isinstance(turns, list):
+            found |= {f"{name}.{key}" for turn in turns for key in turn.model_extra or ()}
     return found
 
 
@@ -125,12 +199,12 @@ def format_of(line: dict[str, Any]) -> DataFormat:
     Raises:
         BadLine: the keys match no format.
     """
-    for name, keys in _KEYS.items():
-        if keys <= line.keys():
+    for name in _CLASSES:
+        if _class_for(name, line) is not None:
             return name
     raise BadLine(
-        'expected the keys "messages", or "prompt" and "completion", or "text", or a shape such as Alpaca\'s '
-        "or ShareGPT's; "
+        'expected the keys "messages", or "prompt" and "completion", or "text", or "prompt", "chosen" and '
+        "\"rejected\", or a shape such as Alpaca's or ShareGPT's; "
         f"found {', '.join(ascii(key[:MAX_KEY_LENGTH]) for key in sorted(line)[:8]) or 'none'}. If other "
         'columns hold the samples, assign them: columns={"prompt": "question", "completion": '
         '"answer"}'
@@ -176,13 +250,16 @@ def parse_row(value: Any, expected: DataFormat | None = None) -> tuple[DataForma
         raise BadLine(str(error)) from None
     except RecursionError:
         raise BadLine("is nested too deeply") from None
-    name = expected if expected and _KEYS[expected] <= row.keys() else format_of(row)
+    own = _class_for(expected, row) if expected else None
+    name = expected if expected and own is not None else format_of(row)
     if expected and name != expected:
         raise BadLine(f"this is a {name} line, but the format is {expected}")
+    own = own or _class_for(name, row)
+    assert own is not None, "the format was found by its classes"
     if unstorable is not None:
         raise BadLine(f"{'.'.join(unstorable)}: has a NUL character or a lone surrogate")
     try:
-        return name, EXAMPLE_CLASSES[name].model_validate(row)
+        return name, own.model_validate(row)
     except ValidationError as error:
         first = error.errors(include_input=False, include_url=False)[0]
         where = ".".join(str(part)[:MAX_KEY_LENGTH] for part in first["loc"]) or "line"

@@ -119,6 +119,25 @@ class TuningStep(Frozen):
     """The trainer's own state after it (workers/training/state.py: LearnedTuning)."""
 
 
+class Rewards(Frozen):
+    """What a preference objective finds of samples: means over pairs, or over labelled answers. A reward is β
+    times the log-ratio to the model that the job starts from (dpo, kto), or to 1 per token (orpo, simpo)."""
+
+    chosen: Number | None
+    """Of the chosen or desirable answers."""
+    rejected: Number | None
+    """Of the rejected or undesirable answers."""
+    margin: Number | None
+    """`chosen` minus `rejected`."""
+    accuracy: Number | None
+    """The share of pairs whose chosen answer has the higher reward; null for labelled answers."""
+    chosen_log_prob: Number | None
+    """The summed log-probability of the answer's tokens, in nats."""
+    rejected_log_prob: Number | None
+    divergence: Number | None = None
+    """kto: the estimated divergence from the model that the job starts from, in nats."""
+
+
 class LogLine(Frozen):
     """One optimizer step. Counters (`step`, `micro_step`, `skipped`) run over the whole job;
     `samples`, `tokens`, `loss` and times are those of this step's window."""
@@ -177,6 +196,8 @@ class LogLine(Frozen):
     """What each rank did; null with one device."""
     reserved_gb: Number | None = None
     """The most memory so far that PyTorch's allocator held on a GPU, in GiB; null on a CPU."""
+    rewards: Rewards | None = None
+    """What a preference objective measured; null for supervised fine-tuning."""
 
 
 class WindowProgress(Frozen):
@@ -314,9 +335,13 @@ class Outcome(Frozen):
     trained_tokens: TokenTotal
     effective_batch_size: Count
     eval_loss: Number | None = None
-    """Mean over the validation set's target tokens, of the model as saved."""
+    """Mean over the validation set's target tokens (or samples, with a preference objective), of the model as
+    saved."""
     eval_token_accuracy: Number | None = None
-    """The share of these tokens that are the model's most likely next token."""
+    """The share of these tokens that are the model's most likely next token; null with a preference
+    objective."""
+    eval_rewards: Rewards | None = None
+    """What a preference objective measured on the validation set; null for supervised fine-tuning."""
     best_step: Count | None = None
     """The step with the lowest validation loss."""
     equivalence_error: Number | None = None

@@ -1,7 +1,7 @@
 """The shapes of samples that are recognised, and how each becomes a line of one of our formats.
 
-Public datasets use a few common shapes: chats as OpenAI, ShareGPT or TRL write them, and instructions as
-Alpaca or Dolly write them. Uses only the standard library.
+Public datasets use a few common shapes: chats and preferences as OpenAI, ShareGPT or TRL write them, and
+instructions as Alpaca or Dolly write them. Uses only the standard library.
 """
 
 import json
@@ -22,7 +22,7 @@ _INPUTS, _OUTPUTS = ("input", "context"), ("output", "response")
 
 ColumnField = Literal[
     "text", "prompt", "completion", "messages", "conversations", "instruction", "input", "output", "system",
-    "tools", "weight",
+    "tools", "weight", "chosen", "rejected", "label",
 ]  # fmt: skip
 """The fields that a column can be assigned to."""
 
@@ -60,8 +60,9 @@ def mapped(row: Mapping[str, Any], columns: Mapping[ColumnField, str]) -> dict[s
 
 
 def canonical(row: dict[str, Any]) -> dict[str, Any]:
-    """The row with the keys of one of our formats: `messages`, `prompt` and `completion`, or `text`. Other
-    keys are kept, and a row of no known shape is returned unchanged.
+    """The row with the keys of one of our formats: `messages`, `prompt` and `completion`, or `text`; for a
+    preference, `messages` or `prompt` with `chosen` and `rejected`. Other keys are kept, and a row of no
+    known shape is returned unchanged.
 
     >>> canonical({"instruction": "Add.", "input": "1 + 1", "output": "2"})["messages"][0]["content"]
     'Add.\\n\\n1 + 1'
@@ -74,6 +75,11 @@ def canonical(row: dict[str, Any]) -> dict[str, Any]:
         del found["weight"]
     if found.get("messages", 1) is None and ("text" in found or "prompt" in found):
         del found["messages"]  # an empty cell
+    if "preferred_output" in found and "non_preferred_output" in found:
+        _of_openai_preference(found)
+    if "chosen" in found and "rejected" in found:
+        _of_pair(found)
+        return found
     if "messages" in found:
         found["messages"] = _turns(_decoded(found["messages"], "messages"), "messages")
     elif "conversations" in found:
@@ -86,6 +92,93 @@ def canonical(row: dict[str, Any]) -> dict[str, Any]:
     if "messages" in found:
         _add_tools(found)
     return found
+
+
+def _of_openai_preference(row: dict[str, Any]) -> None:
+    """OpenAI's preference format: `input` holds the chat so far and its tools."""
+    given = row.pop("input", None)
+    if not isinstance(given, dict) or not _is_list(given.get("messages")):
+        raise BadShape("input is not an object with messages")
+    row["messages"], row["tools"] = given["messages"], given.get("tools")
+    row["chosen"], row["rejected"] = row.pop("preferred_output"), row.pop("non_preferred_output")
+
+
+def _of_pair(row: dict[str, Any]) -> None:
+    """A pair becomes `prompt`, `chosen` and `rejected` as text, or `messages` and both as lists of turns. If
+    no prompt is given apart from both answers, it is what these have in common at their beginning."""
+    chosen, rejected = (_answer(row.pop(name), name) for name in ("chosen", "rejected"))
+    if isinstance(chosen, str) and isinstance(rejected, str):
+        prompt = row.pop("prompt", None)
+        turns = _prompt_turns(row) if prompt is None else None
+        if turns is not None:
+            row["messages"] = turns
+            chosen, rejected = ([{"role": "assistant", "content": each}] for each in (chosen, rejected))
+        elif prompt is None:
+            row["prompt"], chosen, rejected = _common_text(chosen, rejected)
+        elif _is_list(prompt):
+            row["messages"] = _turns(prompt, "prompt")
+            chosen, rejected = ([{"role": "assistant", "content": each}] for each in (chosen, rejected))
+        else:
+            row["prompt"] = prompt
+    elif _is_list(chosen) and _is_list(rejected):
+        common = _common_turns(chosen, rejected)
+        prompt = row.pop("prompt", None)
+        before = _prompt_turns(row)
+        if common:
+            before, chosen, rejected = chosen[:common], chosen[common:], rejected[common:]
+        elif before is None:
+            before = _turns(prompt, "prompt") if _is_list(prompt) else _asked(prompt)
+        row["messages"] = before
+    else:
+        raise BadShape("chosen and rejected are not both text, or both lists of messages")
+    row["chosen"], row["rejected"] = chosen, rejected
+    if "messages" in row:
+        _add_tools(row)
+
+
+def _answer(value: Any, name: str) -> Any:
+    """One answer of a pair: text, or turns; a single turn may stand alone."""
+    if isinstance(value, dict):
+        value = [value]
+    return _turns(value, name) if _is_list(value) else value
+
+
+def _prompt_turns(row: dict[str, Any]) -> list[Any] | None:
+    """The chat before both answers, if the row holds one; it is taken from the row."""
+    if "messages" in row:
+        return _turns(_decoded(row.pop("messages"), "messages"), "messages")
+    if "conversations" in row:
+        return _with_system(row, _turns(_decoded(row.pop("conversations"), "conversations"), "conversations"))
+    if "instruction" in row:
+        row["output"] = ""
+        return _of_instruction(row, "output")[:-1]
+    return None
+
+
+def _asked(prompt: Any) -> list[Any]:
+    if not isinstance(prompt, str):
+        raise BadShape("has no prompt: expected prompt or messages beside chosen and rejected")
+    return [{"role": "user", "content": prompt}]
+
+
+def _common_turns(chosen: list[Any], rejected: list[Any]) -> int:
+    """The number of turns at the beginning that both answers have in common."""
+    common = 0
+    while common < min(len(chosen), len(rejected)) - 1 and chosen[common] == rejected[common]:
+        common += 1
+    return common
+
+
+def _common_text(chosen: str, rejected: str) -> tuple[str, str, str]:
+    """The text that both answers begin with, to the end of a word; and what remains of each."""
+    common = 0
+    while common < min(len(chosen), len(rejected)) - 1 and chosen[common] == rejected[common]:
+        common += 1
+    while common and not chosen[common - 1].isspace() and chosen[common - 1] != ":":
+        common -= 1
+    while common and chosen[common - 1].isspace():
+        common -= 1  # an answer keeps the space before it, as tokenizers expect
+    return chosen[:common], chosen[common:], rejected[common:]
 
 
 def _names(row: Mapping[str, Any]) -> str:

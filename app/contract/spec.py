@@ -12,6 +12,7 @@ from app.contract.accumulation import ClipMode, Precision
 from app.contract.base import Frozen
 from app.contract.data_formats import DataFormat
 from app.contract.model_reference import LoraSpec, ModelReference
+from app.contract.objective import PreferenceSpec
 
 OptimizerName = Literal["adamw", "adamw_8bit", "lion", "lamb", "lars", "sgd", "adafactor"]
 ScheduleName = Literal["constant", "linear", "cosine", "one_cycle"]
@@ -48,6 +49,18 @@ class DataSpec(Frozen):
     packing: bool
     """Whether the samples of a micro-batch share one row, without padding."""
     validation: ValidationSpec | None
+    with_mismatches: bool = False
+    """Whether each prompt is also prepared with the completion of another sample (KTO)."""
+
+    @property
+    def sequences_per_sample(self) -> int:
+        """The sequences that a sample has in a micro-batch: two if it is a pair."""
+        return 2 if self.format == "preference" else 1
+
+    @property
+    def tokens_per_sample(self) -> int:
+        """The most tokens of a sample, all of its sequences together."""
+        return self.max_length * self.sequences_per_sample
 
     def held_out(self) -> int:
         """The number of lines of the training file kept for validation; at least one remains for training."""
@@ -165,7 +178,7 @@ class Spec(Frozen):
     seed: int
     method: MethodSpec
     effective_batch_size: int
-    """Samples per optimizer step over all devices; where it ramps, see `ramp`."""
+    """Samples (of preferences: pairs) per optimizer step over all devices; where it ramps, see `ramp`."""
     ramp: RampSpec
     epochs: int | None
     max_steps: int | None
@@ -173,6 +186,7 @@ class Spec(Frozen):
     optimizer: OptimizerSpec
     schedule: ScheduleSpec
     label_smoothing: float
+    """Of the tokens' targets; a preference objective has its own."""
     aux_scope: AuxScope
     """The scope over which a mixture-of-experts model's load-balancing loss is computed."""
     gradient_clipping: float | None
@@ -224,6 +238,8 @@ class Spec(Frozen):
     """Whether a GPU's kernels give the same bits each time; a CPU's always do."""
     completions: int = 0
     """The number of held-out prompts that are completed before and after training."""
+    objective: PreferenceSpec | None = None
+    """None: supervised fine-tuning, whose loss is a sum over tokens."""
     tune: Tune | None = None
     """while_training: try other micro-batch sizes in windows of the job; first: measure them after the first
     steps; only: measure them, and make no model; None: use the planned size."""

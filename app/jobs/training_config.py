@@ -8,12 +8,14 @@ from app.contract.arguments import (
     OPTIMIZER_ARGUMENTS,
     SCHEDULE_ARGUMENTS,
     Method,
+    ObjectiveArguments,
     OptimizerArguments,
     OptimizerChoice,
     ScheduleArguments,
     reject_unknown_arguments,
 )
 from app.contract.base import Flag, Request, ShortText
+from app.contract.objective import OBJECTIVE_ARGUMENTS, ObjectiveName
 from app.contract.spec import (
     Attention,
     AuxScope,
@@ -31,7 +33,19 @@ class TrainingConfig(Request):
     max_steps: int | None = Field(
         None, ge=1, le=100_000_000, validation_alias=AliasChoices("max_steps", "steps")
     )
-    learning_rate: float = Field(DEFAULT_LEARNING_RATE, ge=1e-12, le=100)
+    objective: ObjectiveName | None = Field(
+        None,
+        description="sft: supervised fine-tuning; dpo, orpo, simpo: from pairs of a chosen and a rejected "
+        "answer; kto: from answers that are desirable or not. null: sft, or dpo for a file of pairs, or kto "
+        "for a file of labelled answers",
+    )
+    objective_args: ObjectiveArguments = Field(default_factory=ObjectiveArguments)
+    learning_rate: float = Field(
+        DEFAULT_LEARNING_RATE,
+        ge=1e-12,
+        le=100,
+        description="Adapters: 2e-4 if not given; preference objectives: 1e-6, or 1e-5 for adapters",
+    )
     weight_decay: float = Field(0.0, ge=0, le=1)
     optimizer: OptimizerChoice = "adamw"
     optimizer_args: OptimizerArguments = Field(default_factory=OptimizerArguments)
@@ -116,6 +130,9 @@ class TrainingConfig(Request):
         reject_unknown_arguments(
             "optimizer_args", self.optimizer_args, set(OPTIMIZER_ARGUMENTS[self.optimizer]), self.optimizer
         )
+        if self.objective is not None:
+            allowed = set(OBJECTIVE_ARGUMENTS[self.objective])
+            reject_unknown_arguments("objective_args", self.objective_args, allowed, self.objective)
         reject_unknown_arguments(
             "lr_scheduler_args",
             self.lr_scheduler_args,

@@ -122,6 +122,25 @@ class WithGradientBuffers:
 
 
 @dataclass(frozen=True)
+class OfSamples:
+    """An estimate for samples of several sequences, such as pairs; `rows` are then samples."""
+
+    of_sequences: Estimate
+    sequences: int
+
+    @property
+    def source(self) -> Source:
+        return self.of_sequences.source
+
+    @property
+    def expected_error(self) -> float | None:
+        return self.of_sequences.expected_error
+
+    def memory(self, rows: float, *, accumulating: bool = True) -> Memory:
+        return self.of_sequences.memory(rows * self.sequences, accumulating=accumulating)
+
+
+@dataclass(frozen=True)
 class ByProfile:
     """An estimate from a simulated profile."""
 

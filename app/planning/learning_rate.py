@@ -40,3 +40,11 @@ DEFAULT_LEARNING_RATE = 5e-5
 
 LORA_LEARNING_RATE = 2e-4
 """The default for adapters, which start at zero and need more (Hu et al. 2021; Dettmers et al. 2023)."""
+
+
+PREFERENCE_LEARNING_RATE = 1e-6
+"""For preference objectives, which change a model that can already answer: that of Rafailov et al. 2023,
+appendix B, and the default of TRL."""
+
+PREFERENCE_LORA_LEARNING_RATE = 1e-5
+"""For preference objectives with adapters, which take about ten times the rate of full fine-tuning."""

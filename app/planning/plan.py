@@ -29,11 +29,12 @@ _NOT_ALL_MEASURED = 1.1
 
 
 def sample_length_of(spec: Spec, lengths: Lengths | None) -> int:
-    """Tokens of a sample of full length: of the longest in the data if it was measured, at most
+    """Tokens of a sequence of full length: of the longest in the data if it was measured, at most
     `max_length`."""
     if lengths is None:
         return spec.data.max_length
-    margin = 1.0 if lengths.examples >= spec.data.examples else _NOT_ALL_MEASURED
+    measured_all = lengths.examples >= spec.data.examples * spec.data.sequences_per_sample
+    margin = 1.0 if measured_all else _NOT_ALL_MEASURED
     rounded = ceil(lengths.longest * margin / _ROUNDED_TO) * _ROUNDED_TO
     return min(spec.data.max_length, max(_ROUNDED_TO, rounded))
 
@@ -51,6 +52,7 @@ def question_of(spec: Spec, devices: Sequence[Device], sample_length: int) -> Qu
         tunes=spec.tune in ("first", "only"),
         shrink_to_fit=spec.auto_adjust_batch_size,
         compresses=spec.gradient_compression is not None,
+        sequences_per_sample=spec.data.sequences_per_sample,
     )
 
 
@@ -66,7 +68,7 @@ def make_plan(
     """Plans a spec.
 
     Args:
-        sample_length: tokens of a sample of full length (`sample_length_of`); None: `max_length`.
+        sample_length: tokens of a sequence of full length (`sample_length_of`); None: `max_length`.
         devices: at least one; all CPUs or all GPUs.
         known: what is known of the spec's architecture on such devices.
         predicted: false for a worker's own plan, for the device that it has.
@@ -98,7 +100,7 @@ def make_plan(
         zero_stage=question.zero_stage,
         threads=threads,
         sample_length=sample_length,
-        most_tokens=fitting * question.sequence if planned else None,
+        most_tokens=fitting * question.sample_tokens if planned else None,
         alternatives=_leaner(solution, known),
     )
 
@@ -189,7 +191,7 @@ def _warnings(spec: Spec, solution: Solution, steps_total: int | None) -> tuple[
     tight = [str(rank.device.id) for rank in solution.ranks if not rank.capacity.largest]
     if tight:
         warnings.append(
-            f"not even one sample of {solution.question.sequence} tokens fits on device "
+            f"not even one sample of {solution.question.sample_tokens} tokens fits on device "
             f"{', '.join(tight)}: lower max_length, turn gradient_checkpointing on, or use a device "
             "with more memory"
         )

@@ -19,6 +19,7 @@ from app.planning.devices import Device
 from app.planning.estimate import (
     Estimate,
     EstimateOf,
+    OfSamples,
     WithGradientBuffers,
     comparable_estimates,
     largest_micro_batch,
@@ -63,7 +64,7 @@ class Question:
 
     recipe: Recipe
     sequence: int
-    """Tokens of a sample of full length."""
+    """Tokens of a sequence of full length."""
     devices: Sequence[Device]
     """At least one; all CPUs or all GPUs."""
     limits: MemoryLimits
@@ -84,6 +85,13 @@ class Question:
     """What devices divide, if the strategy is fsdp."""
     compresses: bool = False
     """Whether ranks send gradients in 16 bits."""
+    sequences_per_sample: int = 1
+    """The sequences that a sample has in a micro-batch: two if it is a pair."""
+
+    @property
+    def sample_tokens(self) -> int:
+        """Tokens of a sample of full length."""
+        return self.sequence * self.sequences_per_sample
 
     @property
     def is_planned(self) -> bool:
@@ -179,10 +187,10 @@ class Solution:
     def samples_per_second(self) -> float | None:
         """Full-length samples per second, forward and backward, on all devices, measured on one of them;
         None if no similar size was measured."""
-        tokens = self.micro_batch * self.question.sequence
+        tokens = self.micro_batch * self.question.sample_tokens
         if self.throughput is None or tokens > _MAX_EXTRAPOLATION * self.throughput.points[-1][0]:
             return None
-        return self.throughput.at(tokens) / self.question.sequence * len(self.ranks)
+        return self.throughput.at(tokens) / self.question.sample_tokens * len(self.ranks)
 
 
 def solve(question: Question, known: PlannerEvidence) -> Solution:
@@ -209,6 +217,12 @@ def solve(question: Question, known: PlannerEvidence) -> Solution:
 
 def _estimate(question: Question, known: PlannerEvidence) -> Estimate:
     """The memory of one of the question's devices."""
+    estimate = _estimate_of_sequences(question, known)
+    several = question.sequences_per_sample
+    return estimate if several == 1 else OfSamples(estimate, several)
+
+
+def _estimate_of_sequences(question: Question, known: PlannerEvidence) -> Estimate:
     ranks = len(question.devices)
     if ranks == 1 or known.architecture is None:
         return known.estimates(question.recipe, question.sequence)
@@ -234,7 +248,7 @@ def capacity_of(
     hidden_size: int | None,
 ) -> Capacity:
     """The capacity of one device, for a model of that width (None: not known)."""
-    limit, sequence = question.limits.budget(device.memory_bytes), question.sequence
+    limit, sequence = question.limits.budget(device.memory_bytes), question.sample_tokens
     largest = largest_micro_batch(estimate, limit)
     alone = largest_micro_batch(estimate, limit, accumulating=False)
 
@@ -258,7 +272,7 @@ def _useful_tokens(
 ) -> int:
     """Tokens of the smallest micro-batch, up to `largest` samples, that is as fast as any larger one."""
     samples = max(1, largest if question.at_most is None else min(largest, question.at_most))
-    tokens = samples * question.sequence
+    tokens = samples * question.sample_tokens
     useful = useful_tokens(throughput, device.kind, tokens, hidden_size)
     return min(tokens, ceil(useful / _BUDGET_STEP) * _BUDGET_STEP)
 
@@ -303,7 +317,7 @@ def _planned(
     if question.constant_batch and not question.tunes and sum(useful) < batch <= sum(alone):
         sizes = [MicroBatches(share, 1) if share else NO_MICRO_BATCH for share in shares(batch, alone)]
         return [FixedCount(micro_batches=1)] * len(sizes), sizes
-    whole = max(_LEAST_BUDGET, batch * question.sequence) if question.constant_batch else inf
+    whole = max(_LEAST_BUDGET, batch * question.sample_tokens) if question.constant_batch else inf
     budgets: list[MicroBatchRule] = [
         TokenBudget(tokens=int(min(capacity.useful_tokens, whole))) for capacity in capacities
     ]

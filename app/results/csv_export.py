@@ -7,16 +7,18 @@ from typing import Any
 
 from fastapi.responses import Response
 
-from app.contract.reports import LogLine
+from app.contract.reports import LogLine, Rewards
 from app.results.series import Evaluation, evaluations, pages_of
 from app.storage.database import Database
 
 VALIDATION = ("valid_loss", "valid_mean_token_accuracy")
 
 
-_NESTED = ("micro_losses", "gradient_norms", "ranks")
+_NESTED = ("micro_losses", "gradient_norms", "ranks", "rewards")
 _COLUMNS = tuple(name for name in LogLine.model_fields if name not in _NESTED)
-_HEADER = (*_COLUMNS, *VALIDATION)
+_REWARDS = {f"reward_{name}": name for name in Rewards.model_fields}
+"""The columns of what a preference objective measured; empty for supervised fine-tuning."""
+_HEADER = (*_COLUMNS, *_REWARDS, *VALIDATION)
 
 
 def csv_lines(
@@ -30,7 +32,11 @@ def csv_lines(
     yield _rows([dict(zip(_HEADER, _HEADER, strict=True))])
     for page in pages:
         yield _rows(
-            {**row, **dict(zip(VALIDATION, evaluated.get(row["step"], (None, None)), strict=True))}
+            {
+                **row,
+                **{column: (row["rewards"] or {}).get(name) for column, name in _REWARDS.items()},
+                **dict(zip(VALIDATION, evaluated.get(row["step"], (None, None))[:2], strict=True)),
+            }
             for row in page
         )
 

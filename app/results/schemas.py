@@ -3,7 +3,7 @@
 from typing import Any
 
 from app.contract.base import ResponseModel
-from app.contract.reports import Completion, Operator
+from app.contract.reports import Completion, Operator, Rewards
 from app.statistics.schemas import Statistics
 
 
@@ -37,8 +37,10 @@ class Evaluation(ResponseModel):
     loss: float | None
     """Loss on the validation data; null if it was not a finite number."""
     token_accuracy: float | None
-    """Share of the validation data's target tokens that the model predicts; null for jobs of versions that
-    did not measure it."""
+    """Share of the validation data's target tokens that the model predicts; null with a preference
+    objective, and for jobs of versions that did not measure it."""
+    rewards: Rewards | None = None
+    """What a preference objective measured on the validation data."""
 
 
 class Metrics(ResponseModel):

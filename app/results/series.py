@@ -15,7 +15,7 @@ _COLUMNS = [getattr(StepMetric, name) for name in _NAMES]
 _AT_ONCE = 500
 """The maximum number of steps in one query."""
 PAGE = 1000
-_LISTS = ("micro_losses", "gradient_norms", "ranks")
+_LISTS = ("micro_losses", "gradient_norms", "ranks", "rewards")
 _MOST_DETAILED = 2000
 """The maximum number of points whose lists are read: with many ranks, a line takes kilobytes."""
 
@@ -43,6 +43,8 @@ class Evaluation(NamedTuple):
 
     loss: float | None
     token_accuracy: float | None
+    rewards: dict[str, float | None] | None = None
+    """With a preference objective (app/contract/reports.py: Rewards)."""
 
 
 def evaluations(
@@ -58,7 +60,7 @@ def evaluations(
         query = query.where(JobEvent.data["step"].as_integer().in_(steps))
     ordered = query.order_by(JobEvent.attempt, JobEvent.id)
     return {
-        data["step"]: Evaluation(data["loss"], data.get("token_accuracy"))
+        data["step"]: Evaluation(data["loss"], data.get("token_accuracy"), data.get("rewards"))
         for (data,) in where.execute(ordered)
     }
 

@@ -61,7 +61,9 @@ def speed(session: Session, spec: Spec, device: Device) -> Speed | None:
     return None
 
 
-_DECIDE_SPEED = ("model", "method", "attention", "compile", "gradient_checkpointing", "precision", "freeze")
+_DECIDE_SPEED = (
+    "model", "method", "attention", "compile", "gradient_checkpointing", "precision", "freeze", "objective",
+)  # fmt: skip
 """Fields of a spec that decide how long a sample takes, besides its length and the device."""
 
 _MAX_JOBS_SEARCHED = 20
@@ -73,7 +75,7 @@ def _is_comparable(
 ) -> bool:
     data = ("max_length", "overlength", "packing")
     return (
-        all(other[name] == value for name, value in wanted.items())
+        all(other.get(name) == value for name, value in wanted.items())
         and all(other["data"][name] == getattr(spec.data, name) for name in data)
         and len(plan["devices"]) == 1
         and other.get("strategy") != "independent"

@@ -224,6 +224,7 @@ class StepMetric(Base):
     gradient_norms: Mapped[Any] = mapped_column(Json, nullable=True)
     ranks: Mapped[Any] = mapped_column(Json, nullable=True)
     reserved_gb: Mapped[float | None]
+    rewards: Mapped[Any] = mapped_column(Json, nullable=True)
 
 
 class DeletedJob(Base):

@@ -34,6 +34,7 @@ from app.submissions.build_spec import Data, build_spec
 from app.submissions.distribution import Distribution
 from app.submissions.durations import predict, with_duration
 from app.submissions.methods import training_from
+from app.submissions.objectives import training_for
 from app.submissions.requested_devices import check_that_workers_can, devices_of
 from app.webhooks import addresses
 from app.webhooks.addresses import NotAllowed
@@ -100,6 +101,7 @@ def check(
         _check_steps_not_given(config, requested.accumulation_steps_by_device)
     own_data, described = _own_data(requested, settings)
     data = uploaded or described
+    training = training_for(training, data.format)
     config = _adjusted(config, requested)
     spec = build_spec(
         model,

@@ -33,6 +33,7 @@ from app.planning.split import (
 )
 from app.submissions.distribution import Distribution
 from app.submissions.methods import method_from
+from app.submissions.objectives import data_for, preference_spec
 from app.submissions.optimizer import optimizer_spec, schedule_spec
 from app.submissions.tuning import tuning_of
 
@@ -149,7 +150,8 @@ def build_spec(
     Raises:
         Unprocessable: values contradict each other, or the model or the data do not allow them.
     """
-    own = _data(data, validation, dataset, model)
+    objective = preference_spec(training)
+    own = data_for(_data(data, validation, dataset, model), objective)
     _check_options(config, training, own)
     samples = data.examples - own.held_out()
     distribution.check(samples)
@@ -172,6 +174,7 @@ def build_spec(
         max_steps=training.max_steps,
         optimizer=optimizer_spec(training, config, batch.effective_batch_size),
         schedule=schedule_spec(training),
+        objective=objective,
         label_smoothing=training.label_smoothing,
         aux_scope=training.aux_scope,
         gradient_clipping=config.gradient_clipping,

@@ -19,7 +19,9 @@ _SAME_FILE, _OTHER_FILE = 0.05, 0.15
 _SPREAD_BY_BYTES = 0.3
 """The spread of a sample's tokens that are estimated from its bytes."""
 _BYTES_PER_TOKEN = 4.0
-_BYTES_OF_KEYS = {"text": 12, "prompt_completion": 34, "messages": 70}
+_BYTES_OF_KEYS = {
+    "text": 12, "prompt_completion": 34, "messages": 70, "preference": 44, "unpaired_preference": 50,
+}  # fmt: skip
 """Bytes of a line that are not its text, by format."""
 _BYTE_LEVEL_VOCABULARY = 1000
 _START_SECONDS = 10.0
@@ -56,7 +58,7 @@ def predict(
     of_file = speed is not None and speed.is_of_same_file
     counted = speed.tokens_per_sample if speed is not None and of_file else inputs.tokens_per_sample(spec)
     if counted is None and lengths is not None and spec.data.overlength != "split":
-        counted = lengths.kept
+        counted = None if lengths.kept is None else lengths.kept * spec.data.sequences_per_sample
     if counted is None and speed is not None:
         counted = speed.tokens_per_sample
     length = counted or _length_by_bytes(spec, data_bytes)
@@ -105,14 +107,14 @@ def _length_by_bytes(spec: Spec, data_bytes: int) -> float:
     text = max(1.0, data_bytes / max(1, spec.data.examples) - _BYTES_OF_KEYS[spec.data.format])
     vocabulary = spec.model.architecture.vocabulary
     tokens = text if vocabulary < _BYTE_LEVEL_VOCABULARY else text / _BYTES_PER_TOKEN
-    return min(float(spec.data.max_length), tokens + 2)
+    return min(float(spec.data.tokens_per_sample), tokens + 2)
 
 
 def _samples_by_bytes(spec: Spec, data_bytes: int) -> int:
     """The samples that long examples are split into, over all epochs."""
     vocabulary = spec.model.architecture.vocabulary
     per_token = 1.0 if vocabulary < _BYTE_LEVEL_VOCABULARY else _BYTES_PER_TOKEN
-    parts = max(spec.data.examples, ceil(data_bytes / per_token / spec.data.max_length))
+    parts = max(spec.data.examples, ceil(data_bytes / per_token / spec.data.tokens_per_sample))
     return parts * (spec.epochs or 1)
 
 

@@ -44,5 +44,5 @@ def made(kind: str) -> Any:
 def tokens_of(tokenizer: Any, sample: dict[str, Any]) -> tuple[list[int], list[bool]]:
     """A sample's tokens, and which of them count."""
     with ExampleEncoder(tokenizer) as encoder:
-        ((_, tokens, counts),) = encoder.rows([(1, parse_line(json.dumps(sample))[1])])
+        ((_, [(tokens, counts)]),) = encoder.samples([(1, parse_line(json.dumps(sample))[1])])
     return tokens, counts

@@ -72,11 +72,11 @@ def test_chats_with_tools_use_the_template_for_tools() -> None:
     lines = [CHAT, {**CHAT, "tools": TOOLS}, CHAT]
     with ExampleEncoder(tokenizer) as encoder:
         examples = [(number, parse_line(json.dumps(line))[1]) for number, line in enumerate(lines)]
-        texts = [tokenizer.decode(tokens) for _, tokens, _ in encoder.rows(examples)]
+        texts = [tokenizer.decode(tokens) for _, [(tokens, _)] in encoder.samples(examples)]
     assert ["TOOLS" in text.replace(" ", "") for text in texts] == [False, True, False]
     tokenizer.chat_template = {"tool_use": plain}
     with ExampleEncoder(tokenizer) as encoder, pytest.raises(CannotTrain, match="none named default"):
-        list(encoder.rows(examples[:1]))
+        list(encoder.samples(examples[:1]))
 
 
 def test_further_templates_of_a_model_are_kept(tmp_path: Path) -> None:

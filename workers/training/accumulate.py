@@ -18,17 +18,19 @@ from app.contract.reports import LearnedLimits
 from workers.training import device_errors, guards, memory
 from workers.training import model as models
 from workers.training.batch_loader import Indices
-from workers.training.batches import Groups, MicroBatch, needs_parting, tokens_of, without_first
+from workers.training.batches import Groups, needs_parting, tokens_of, without_first
 from workers.training.decision import Observed, Verdict, decide
-from workers.training.distributed.group import Group
 from workers.training.distributed.partition import partition, partition_by_length
 from workers.training.distributed.rank_timeout import Cost
 from workers.training.distributed.shares import WindowWork
 from workers.training.exceptions import InterruptionRequested, OtherRankFailed, RanksMustRestart
 from workers.training.noise_scale import Measurement
+from workers.training.objectives import MEASURED
+from workers.training.passes import filler, passes_of_rank
 from workers.training.stopwatch import Lap
 from workers.training.training_run import TrainingRun
 from workers.training.window import WindowResult
+from workers.training.window_scope import observe_window
 
 
 @dataclass(frozen=True)
@@ -171,8 +173,9 @@ def accumulate(
         passes=together,
         by_rank=list(map(len, groups)),
         exchange_early=training.group.size > 1 and not (record_first_norm and len(own) == 1),
+        measures=0 if replica.token_loss.objective is None else MEASURED,
     )
-    observe_routing(training, window, groups, training.group)
+    observe_window(training, window, groups, training.group)
     training.seed_window()
     reporter.begin_window()
     batches = training.loader.micro_batches(window, own)
@@ -196,23 +199,6 @@ def accumulate(
     replica.stopwatch.end()
     replica.window.settle()
     return WindowCost(data_seconds, padded_tokens, replica.stopwatch.seconds, replica.stopwatch.laps)
-
-
-def passes_of_rank(training: TrainingRun, groups: Sequence[Groups]) -> int:
-    """The number of passes that this rank makes. If each pass exchanges data, all ranks make equally many;
-    otherwise, one per micro-batch, but at least one if the model is sharded."""
-    counts, parameters = [len(own) for own in groups], training.replica.parameters
-    own = counts[training.group.rank]
-    if not parameters.is_sharded:
-        return own
-    return max(counts) if parameters.exchanges_in_each_pass else max(1, own)
-
-
-def filler(training: TrainingRun, window: Indices) -> MicroBatch:
-    """A small micro-batch with which a rank takes part in the passes of others."""
-    counted = window[training.loader.samples.targets[window] > 0]
-    shortest = counted[np.argmin(training.loader.samples.lengths[counted])]
-    return training.loader.fetch([int(shortest)])
 
 
 def divide(training: TrainingRun, window: Indices, *, measured: bool = False) -> list[Groups]:
@@ -275,7 +261,7 @@ def _work(
     training: TrainingRun, window: Indices, groups: list[Groups], own: WindowCost
 ) -> tuple[WindowWork, ...]:
     """What each rank did in a window."""
-    lengths, group = training.loader.samples.lengths, training.group
+    tokens, group = training.loader.samples.tokens, training.group
     in_window, budgets = training.loader.lengths(window), training.budgets
     peak = memory.peak(training.replica.device)
     measured = group.all_gather([own.padded_tokens, own.seconds(), own.data_seconds, peak])
@@ -283,7 +269,7 @@ def _work(
         WindowWork(
             micro_batches=len(taken),
             samples=sum(map(len, taken)),
-            tokens=sum(int(lengths[window[each]].sum()) for each in taken),
+            tokens=sum(int(tokens[window[each]].sum()) for each in taken),
             cost=budget.cost(in_window, budget.rule(training.batch), taken),
             padded_tokens=round(padded),
             seconds=seconds,
@@ -292,44 +278,6 @@ def _work(
         )
         for budget, taken, (padded, seconds, waited, most) in zip(budgets, groups, measured, strict=True)
     )
-
-
-def observe_routing(training: TrainingRun, window: Indices, groups: list[Groups], group: Group) -> None:
-    """Runs the first forward pass of a mixture of experts, without gradient, to count the routers' choices.
-
-    It draws the same random numbers as the second forward pass, so that both route the same way.
-
-    Args:
-        groups: the micro-batches of each rank.
-        group: the ranks whose choices are counted together.
-
-    Raises:
-        OtherRankFailed: another rank could not do its part.
-    """
-    balance = training.replica.balance
-    if balance is None:
-        return
-    balance.begin(len(window))
-    if balance.scope != "window":
-        return
-    failure: Exception | None = None
-    try:
-        with record_function("accrue.routing"):
-            for own in groups[group.rank]:
-                training.check_interruption()
-                training.replica.observe_routing(training.loader.fetch(window[own].tolist()))
-            for _ in range(passes_of_rank(training, groups) - len(groups[group.rank])):
-                training.replica.route_nothing(filler(training, window))
-    except (InterruptionRequested, RuntimeError) as error:
-        if training.replica.is_sharded:
-            raise
-        failure = error
-    (failed,) = group.any(failure is not None)
-    if failure is not None:
-        raise failure
-    if failed:
-        raise OtherRankFailed
-    balance.sum_over(group, training.replica.device)
 
 
 def _measures(training: TrainingRun) -> bool:

@@ -14,6 +14,7 @@ from workers.training.batches import (
     Cursor,
     Groups,
     MicroBatch,
+    Scoring,
     collate,
     epoch_order,
     window_at,
@@ -70,8 +71,10 @@ class Loader:
 
     def lengths(self, window: Indices) -> Indices:
         """The length in tokens of each sample of a window, by which the window is cut."""
-        lengths = self.samples.lengths[window]
-        return self.layout.buckets.length(lengths) if self.layout.buckets else lengths
+        lengths, sequences = self.samples.lengths[window], self.samples.sequences
+        if self.layout.buckets is None:
+            return lengths
+        return self.layout.buckets.length(lengths // sequences) * sequences
 
     def fetch(self, samples: Sequence[int]) -> MicroBatch:
         """Reads samples from disk into one micro-batch on the device."""
@@ -79,9 +82,11 @@ class Loader:
 
     def fetch_on(self, device: torch.device, samples: Sequence[int]) -> MicroBatch:
         """A micro-batch on another device."""
-        rows = [self.samples.read(sample) for sample in samples]
-        weights = self.samples.weights[list(samples)].tolist()
-        return collate(rows, self.layout, weights).to(device)
+        return lay_out(self.samples, samples, self.layout).to(device)
+
+    def fetch_mismatches(self, samples: Sequence[int]) -> MicroBatch:
+        """The mismatches of samples (see `Samples`) as a micro-batch on the device."""
+        return lay_out(self.samples, samples, self.layout, mismatches=True).to(self.device)
 
     def micro_batches(self, window: Indices, groups: Groups) -> Iterator[MicroBatch]:
         """The micro-batches of a window, each prepared while the device works on the one before it."""
@@ -99,6 +104,41 @@ class Loader:
         self.samples.close()
         if self.validation is not None:
             self.validation.close()
+
+
+def lay_out(
+    samples: Samples, chosen: Sequence[int], layout: BatchLayout, *, mismatches: bool = False
+) -> MicroBatch:
+    """Some samples as a micro-batch, with what the samples' objective needs.
+
+    Args:
+        mismatches: lay out their mismatches instead (see `Samples`).
+    """
+    places = (1,) if mismatches else range(samples.sequences)
+    rows = [samples.read(sample, place) for sample in chosen for place in places]
+    weights = samples.weights[list(chosen)]
+    if samples.objective is None:
+        return collate(rows, layout, np.repeat(weights, len(places)).tolist())
+    prompts_count = samples.objective.name == "orpo"
+    parts = [np.full(int(counts[1:].sum()), number, np.int64) for number, (_, counts) in enumerate(rows)]
+    counted = [len(part) for part in parts]
+    if prompts_count:
+        for number in range(0, len(rows), 2):
+            tokens, counts = rows[number]
+            parts[number] = np.where(counts[1:], number, len(rows) + number // 2)
+            rows[number] = (tokens, np.ones_like(counts))
+    batch = collate(rows, layout)
+    own = samples.labels[list(chosen)] if samples.labels is not None and not mismatches else None
+    scoring = Scoring(
+        sequences=len(rows),
+        part_of_target=torch.from_numpy(np.concatenate(parts)),
+        counted=torch.tensor(counted, dtype=torch.float64),
+        reference=torch.from_numpy(samples.reference[list(chosen)][:, list(places)].reshape(-1)),
+        weights=torch.from_numpy(weights.astype(np.float64)),
+        desirable=None if own is None else torch.from_numpy(own),
+        parts=len(rows) + (len(rows) // 2 if prompts_count else 0),
+    )
+    return replace(batch, scoring=scoring)
 
 
 def prefetched(executor: Executor, make: Callable[[Item], Ready], items: Sequence[Item]) -> Iterator[Ready]:

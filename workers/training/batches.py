@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import ceil
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +39,33 @@ class Cursor:
 
 
 @dataclass(frozen=True)
+class Scoring:
+    """How a micro-batch's targets make up the log-probabilities that a preference objective compares.
+
+    A sequence's targets are one part. With prompts that count, too (ORPO), the targets in the prompt of each
+    pair's chosen sequence are one more part, after those of all sequences.
+    """
+
+    sequences: int
+    """The sequences of the micro-batch; those of a pair are neighbours, the chosen one first."""
+    part_of_target: Tensor
+    """The part that each target belongs to; int64 of shape (targets,)."""
+    counted: Tensor
+    """Targets of each sequence's own part; fp64 of shape (sequences,)."""
+    reference: Tensor
+    """Each sequence's log-probability by the model that the job starts from; fp64 of shape (sequences,)."""
+    weights: Tensor
+    """How much each sample counts; fp64 of shape (samples,)."""
+    desirable: Tensor | None = None
+    """Whether each completion is desirable, bool of shape (samples,); None for pairs."""
+    parts: int = 0
+    """The number of parts."""
+
+    def to(self, device: torch.device) -> "Scoring":
+        return _moved(self, device)
+
+
+@dataclass(frozen=True)
 class MicroBatch:
     """Samples for one forward pass: rows padded on the right, or all in one row (packed).
 
@@ -63,17 +90,28 @@ class MicroBatch:
     """Flat positions of all tokens that are not padding; int64 of shape (tokens,)."""
     sample_of_token: Tensor | None = None
     """The sample, counted from 0, that each real token belongs to; int64 of shape (tokens,)."""
+    scoring: Scoring | None = None
+    """None: the loss is a sum over targets."""
 
     def to(self, device: torch.device) -> "MicroBatch":
         """Starts the copy to the device; on a GPU, the copy is asynchronous."""
-        if device.type == "cpu":
-            return self
-        moved: dict[str, Any] = {
-            name: value.pin_memory().to(device, non_blocking=True)
-            for name, value in vars(self).items()
-            if isinstance(value, Tensor)
-        }
-        return replace(self, **moved)
+        moved = _moved(self, device)
+        return moved if self.scoring is None else replace(moved, scoring=self.scoring.to(device))
+
+
+Movable = TypeVar("Movable", MicroBatch, Scoring)
+
+
+def _moved(batch: Movable, device: torch.device) -> Movable:
+    """The same with its tensors on a device."""
+    if device.type == "cpu":
+        return batch
+    moved: dict[str, Any] = {
+        name: value.pin_memory().to(device, non_blocking=True)
+        for name, value in vars(batch).items()
+        if isinstance(value, Tensor)
+    }
+    return replace(batch, **moved)
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,6 @@ from workers.training import device_errors
 from workers.training import model as models
 from workers.training.accumulate import (
     divide,
-    filler,
-    observe_routing,
-    passes_of_rank,
     reduce_memory,
     restart_in_less_memory,
 )
@@ -35,10 +32,12 @@ from workers.training.kernels import own_kernels
 from workers.training.loss import TokenLoss
 from workers.training.model_parts import is_mixture_of_experts
 from workers.training.parameters import Parameters
+from workers.training.passes import filler, passes_of_rank
 from workers.training.replica import Replica
 from workers.training.start import whole_model
 from workers.training.training_run import TrainingRun
 from workers.training.window import Window
+from workers.training.window_scope import observe_window
 
 TOLERANCE_IN_FP64 = 1e-6
 """Larger than fp64 rounding, since norm layers' sums and eager attention's softmax are always in fp32."""
@@ -188,7 +187,7 @@ def _accumulate(
     try:
         own = groups[training.group.rank]
         replica.window.open(denominator, len(own), passes=passes_of_rank(training, groups))
-        observe_routing(training, window, groups, training.group)
+        observe_window(training, window, groups, training.group)
         for group in own:
             training.check_interruption()
             replica.add(training.loader.fetch(window[group].tolist()))
@@ -225,6 +224,7 @@ def error_in_fp64(training: TrainingRun, window: Indices, model: Any) -> float |
         loss = TokenLoss(model, smoothing=training.assignment.spec.label_smoothing)
         loss.head = loss.head if replica.token_loss.head is not None else None
         loss.direct = DirectSums(model)
+        loss.objective = replica.token_loss.objective
         twin = replace(
             replica,
             device=torch.device("cpu"),

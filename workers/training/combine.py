@@ -14,6 +14,7 @@ from workers.training.distributed.independent import replicas_of
 from workers.training.evaluation import Evaluated, evaluated
 from workers.training.exceptions import CannotTrain, Interrupted, InterruptionRequested
 from workers.training.parameters import Parameters
+from workers.training.report import rewards_of
 from workers.training.start import start
 from workers.training.trackers import Trackers
 from workers.training.training_run import Interruption, TrainingRun
@@ -48,6 +49,7 @@ def combine(run: RunDirectory, reporter: Reporter, interrupted: Interruption) ->
         except InterruptionRequested:
             raise Interrupted from None
     loss = None if found is None else found.loss
+    rewards = None if found is None else rewards_of(training, found.measured)
     _report(reporter, outcomes, best, loss, average=assignment.spec.average)
     tokenizer = base_model.load_tokenizer(training.base)
     spec = assignment.spec
@@ -62,7 +64,8 @@ def combine(run: RunDirectory, reporter: Reporter, interrupted: Interruption) ->
         trained_tokens=sum(each.trained_tokens for each in outcomes),
         effective_batch_size=spec.effective_batch_size,
         eval_loss=loss,
-        eval_token_accuracy=None if found is None else found.correct,
+        eval_token_accuracy=None if found is None or rewards is not None else found.correct,
+        eval_rewards=rewards,
         best_step=None if spec.average else outcomes[best].best_step,
         equivalence_error=max((each.equivalence_error or 0.0 for each in outcomes), default=None),
         replicas=tuple(

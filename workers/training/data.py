@@ -16,12 +16,15 @@ import pyarrow as pa
 from app.contract.data_formats import (
     BadLine,
     Example,
+    JudgedChat,
+    JudgedCompletion,
     parse_line,
     unused_keys,
 )
+from app.contract.objective import PreferenceSpec
 from app.contract.spec import DataSpec, Shard
 from workers.run_directory import sync, write_atomically
-from workers.training.encoding import ExampleEncoder
+from workers.training.encoding import EncodedSequence, ExampleEncoder
 from workers.training.exceptions import CannotTrain, Interrupted
 
 Tokens = npt.NDArray[np.int32]
@@ -29,7 +32,7 @@ Counts = npt.NDArray[np.bool_]
 Mask = npt.NDArray[np.bool_]
 _CHUNK = 1000
 _MAX_KEYS = 20
-_FILES = ("samples.arrow", "sizes.npy", "weights.npy")
+_FILES = ("samples.arrow", "sizes.npy", "weights.npy", "labels.npy")
 _SCHEMA = pa.schema([("tokens", pa.list_(pa.int32())), ("counts", pa.list_(pa.uint8()))])
 """`counts` in bytes, not bits, so that it is read without a copy."""
 
@@ -69,8 +72,13 @@ class Prepared:
 class Samples:
     """The tokenised samples: lengths in memory, tokens on disk.
 
-    `lengths` and `targets` are int64 of shape (samples,): tokens, and tokens that count for the loss;
-    `weights`, fp32 of that shape, is how much each of these counts.
+    A sample is one sequence of tokens, or two: those of a pair's chosen and rejected answer; or, for KTO, its
+    own and its mismatch (its prompt with the completion of another sample), which trains nothing.
+
+    All of these have the shape (samples,): `tokens` (int64) of a sample's trained sequences; `lengths`
+    (int64), by which windows are cut: these sequences, padded to the longest; `targets` (int64), the tokens
+    that count for the loss; `weights` (fp32), how much each of these counts; `labels` (bool), whether a
+    completion is desirable, or None.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -81,18 +89,46 @@ class Samples:
         self._offsets = [chunk.column("tokens").offsets.to_numpy() for chunk in chunks]
         self._tokens = [chunk.column("tokens").values.to_numpy() for chunk in chunks]
         self._counts = [chunk.column("counts").values.to_numpy().view(np.bool_) for chunk in chunks]
-        sizes = np.load(folder / "sizes.npy")
-        self.lengths: npt.NDArray[np.int64] = sizes[0]
-        self.targets: npt.NDArray[np.int64] = sizes[1]
         self.weights: npt.NDArray[np.float32] = np.load(folder / "weights.npy")
+        labels = folder / "labels.npy"
+        self.labels: Mask | None = np.load(labels) if labels.exists() else None
+        sizes: npt.NDArray[np.int64] = np.load(folder / "sizes.npy")
+        self.stored_sequences = sizes.shape[1] // len(self.weights) if len(self.weights) else 1
+        """The sequences that are stored of each sample."""
+        self.sequences = 1 if self.labels is not None else self.stored_sequences
+        """The sequences of each sample that are trained on."""
+        own = sizes.reshape(2, -1, self.stored_sequences)
+        self.sequence_lengths: npt.NDArray[np.int64] = own[0]
+        """Tokens of each stored sequence, of shape (samples, stored sequences)."""
+        self.tokens: npt.NDArray[np.int64] = own[0, :, : self.sequences].sum(-1)
+        self.lengths: npt.NDArray[np.int64] = own[0].max(-1, initial=0) * self.sequences
+        trained = own[1, :, : self.sequences]
+        self.targets: npt.NDArray[np.int64] = np.where((trained > 0).all(-1), trained.sum(-1), 0)
+        self.objective: PreferenceSpec | None = None
+        """None: the loss is a sum over tokens."""
+        self.reference: npt.NDArray[np.float64] = np.zeros((len(self), self.stored_sequences))
+        """The log-probability of each stored sequence's targets under the model that the job starts from."""
 
     def __len__(self) -> int:
-        return len(self.lengths)
+        return len(self.weights)
 
-    def read(self, sample: int) -> tuple[Tokens, Counts]:
-        """The tokens of a sample, and which of them count."""
-        chunk = int(np.searchsorted(self._starts, sample, side="right")) - 1
-        row = sample - int(self._starts[chunk])
+    def begin_objective(
+        self, objective: PreferenceSpec, reference: npt.NDArray[np.float64] | None = None
+    ) -> None:
+        """From now on, the loss is a sum over samples.
+
+        Args:
+            reference: log-probabilities of shape (samples, stored sequences), for objectives that compare.
+        """
+        self.objective = objective
+        if reference is not None:
+            self.reference = reference
+
+    def read(self, sample: int, sequence: int = 0) -> tuple[Tokens, Counts]:
+        """The tokens of a sample's sequence, and which of them count."""
+        at = sample * self.stored_sequences + sequence
+        chunk = int(np.searchsorted(self._starts, at, side="right")) - 1
+        row = at - int(self._starts[chunk])
         start, stop = self._offsets[chunk][row : row + 2]
         return self._tokens[chunk][start:stop], self._counts[chunk][start:stop]
 
@@ -100,8 +136,11 @@ class Samples:
         return max((int(each.max()) for each in self._tokens if len(each)), default=0)
 
     def denominator(self, samples: npt.NDArray[np.int64]) -> float:
-        """What the summed loss of these samples is divided by: their target tokens, weighted."""
-        return float(np.dot(self.weights[samples].astype(np.float64), self.targets[samples]))
+        """What the summed loss of these samples is divided by: their target tokens, weighted; for a
+        preference objective, the samples, weighted, that have any."""
+        counted = self.targets[samples]
+        units = counted if self.objective is None else counted > 0
+        return float(np.dot(self.weights[samples].astype(np.float64), units))
 
     def close(self) -> None:
         self._tokens, self._counts, self._offsets = [], [], []
@@ -151,6 +190,7 @@ def prepare(
     _check_content(spec, source)
     folder.mkdir(parents=True, exist_ok=True)
     done.unlink(missing_ok=True)
+    (folder / "labels.npy").unlink(missing_ok=True)
     prepared = _write(spec, source, tokenizer, folder, taken, interrupted, report)
     if prepared.targets == 0:
         raise CannotTrain("nothing_to_learn", _why_nothing_counts(prepared, spec.max_length))
@@ -184,6 +224,8 @@ def _digests(folder: Path) -> dict[str, str]:
     """The SHA-256 of each prepared file."""
     found = {}
     for name in _FILES:
+        if name == "labels.npy" and not (folder / name).exists():
+            continue
         with (folder / name).open("rb") as file:
             found[name] = hashlib.file_digest(file, "sha256").hexdigest()
     return found
@@ -225,7 +267,9 @@ def _write(
     report: Callable[[int, int], None],
 ) -> Prepared:
     prepared = Prepared()
-    lengths, targets, weights = array("q"), array("q"), array("f")
+    lengths, targets, weights, labels = array("q"), array("q"), array("f"), array("b")
+    stored = 2 if spec.with_mismatches else spec.sequences_per_sample
+    last: EncodedSequence | None = None
     done, total = 0, spec.examples if taken is None else int(taken.sum())
     examples = read_examples(spec, source, taken)
     with (
@@ -237,27 +281,65 @@ def _write(
                 raise Interrupted
             for _, example in chunk:
                 prepared.note_unused(example)
-            rows = [
-                (*row, float(np.float32(example.weight)))
-                for (_, example), (number, tokens, counts) in zip(chunk, encoder.rows(chunk), strict=True)
-                for row in fit_length(spec, number, tokens, counts, prepared)
-            ]
-            writer.write_batch(_record([(tokens, counts) for tokens, counts, _ in rows]))
-            lengths.extend(len(tokens) for tokens, _, _ in rows)
-            targets.extend(int(sum(counts[1:])) if weight else 0 for _, counts, weight in rows)
-            weights.extend(weight for _, _, weight in rows)
+            rows: list[EncodedSequence] = []
+            for (_, example), (number, sequences) in zip(chunk, encoder.samples(chunk), strict=True):
+                fitted = [fit_length(spec, number, *each, prepared) for each in sequences]
+                rows += itertools.chain.from_iterable(fitted)
+                samples = sum(map(len, fitted)) // len(sequences)
+                weights.extend([float(np.float32(example.weight))] * samples)
+                if isinstance(example, JudgedCompletion | JudgedChat):
+                    labels.extend([example.label] * samples)
+            if spec.with_mismatches:
+                rows, last = _with_mismatches(rows, last, spec.max_length), rows[-1]
+            writer.write_batch(_record(rows))
+            lengths.extend(len(tokens) for tokens, _ in rows)
+            targets.extend(int(sum(counts[1:])) for _, counts in rows)
             done += len(chunk)
             report(done, total)
-    np.save(folder / "sizes.npy", np.array([lengths, targets], dtype=np.int64).reshape(2, -1))
+    sizes = np.array([lengths, targets], dtype=np.int64).reshape(2, -1, stored)
+    sizes[1, np.array(weights) == 0.0] = 0
+    np.save(folder / "sizes.npy", sizes.reshape(2, -1))
     np.save(folder / "weights.npy", np.array(weights, dtype=np.float32))
-    prepared.samples, prepared.tokens, prepared.targets = len(lengths), sum(lengths), sum(targets)
-    prepared.longest = max(lengths, default=0)
-    prepared.without_targets = targets.count(0)
+    if spec.with_mismatches:
+        np.save(folder / "labels.npy", np.array(labels, dtype=np.bool_))
+    own = sizes[:, :, : spec.sequences_per_sample]
+    counted = np.where((own[1] > 0).all(-1), own[1].sum(-1), 0)
+    prepared.samples, prepared.tokens, prepared.targets = len(weights), int(own[0].sum()), int(counted.sum())
+    prepared.longest = int(own[0].max(initial=0))
+    prepared.without_targets = int((counted == 0).sum())
     prepared.without_weight = weights.count(0)
     return prepared
 
 
-def _record(rows: list[tuple[list[int], list[bool]]]) -> pa.RecordBatch:
+def _with_mismatches(
+    rows: list[EncodedSequence], before: EncodedSequence | None, max_length: int
+) -> list[EncodedSequence]:
+    """Each sequence, followed by its prompt with the completion of the sequence before it (for the first, of
+    the last one), cut to `max_length`.
+
+    Args:
+        before: the last sequence of earlier rows, which a single row is combined with.
+    """
+    found = []
+    for number, (tokens, counts) in enumerate(rows):
+        other = before if len(rows) == 1 and before is not None else rows[number - 1]
+        start, end = _first_counted(counts), _first_counted(other[1])
+        found += [
+            (tokens, counts),
+            (
+                (tokens[:start] + other[0][end:])[:max_length],
+                (counts[:start] + other[1][end:])[:max_length],
+            ),
+        ]
+    return found
+
+
+def _first_counted(counts: list[bool]) -> int:
+    """The place of the first token that counts; the end if none does."""
+    return next((at for at, counted in enumerate(counts) if counted), len(counts))
+
+
+def _record(rows: list[EncodedSequence]) -> pa.RecordBatch:
     columns = (
         [np.asarray(tokens, np.int32) for tokens, _ in rows],
         [np.asarray(counts, np.uint8) for _, counts in rows],
@@ -292,8 +374,8 @@ def read_examples(
 
 def fit_length(
     spec: DataSpec, number: int, tokens: list[int], counts: list[bool], prepared: Prepared
-) -> list[tuple[list[int], list[bool]]]:
-    """The samples that an example becomes: itself, its beginning, or its parts.
+) -> list[EncodedSequence]:
+    """What a sequence becomes: itself, its beginning, or its parts.
 
     Raises:
         CannotTrain: it is longer than `max_length` and the spec says that this is an error.

@@ -40,6 +40,8 @@ class Totals:
     """The gradient's norm when `record_first_norm()` was called."""
     micro_losses: tuple[float, ...] = ()
     """Each micro-batch's part of `loss`; only if requested."""
+    measured: tuple[float, ...] = ()
+    """The sums of the `measured` arguments of `Window.add()`, not divided by the denominator."""
     layer_norms: Mapping[str, float] = field(default_factory=dict)
     """The norm of each layer's gradient before clipping; only if requested."""
     micro_batches: int = 0

@@ -5,7 +5,14 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, Self
 
-from app.contract.data_formats import Chat, Example, PromptCompletion, TextExample
+from app.contract.data_formats import (
+    Chat,
+    Example,
+    PromptCompletion,
+    SingleExample,
+    TextExample,
+    sequences_of,
+)
 from workers.training.exceptions import CannotTrain
 from workers.training.limits import limited_memory
 from workers.training.piece_boundaries import encode_continued, marks_beginnings
@@ -13,6 +20,9 @@ from workers.training.rendering import Conversation, NotRendered, Renderer
 
 Piece = tuple[str, bool]
 """A stretch of text, and whether its tokens count for the loss."""
+
+EncodedSequence = tuple[list[int], list[bool]]
+"""A sequence's tokens, and which of them count for the loss."""
 
 _TOKENISER_BYTES = 2 * 2**30
 _TOKENISER_BYTES_PER_CHARACTER = 4096
@@ -48,15 +58,21 @@ class ExampleEncoder:
         for renderer in self._renderers.values():
             renderer.close()
 
-    def rows(self, chunk: list[tuple[int, Example]]) -> Iterator[tuple[int, list[int], list[bool]]]:
-        """Yields each example's line number, its tokens, and which of these count."""
+    def samples(self, chunk: list[tuple[int, Example]]) -> Iterator[tuple[int, list[EncodedSequence]]]:
+        """Yields each example's line number and its sequences: one, or those of both answers of a pair."""
+        own = [(number, sequences_of(example)) for number, example in chunk]
+        encoded = self._rows([(number, each) for number, sequences in own for each in sequences])
+        for number, sequences in own:
+            yield number, list(itertools.islice(encoded, len(sequences)))
+
+    def _rows(self, chunk: list[tuple[int, SingleExample]]) -> Iterator[EncodedSequence]:
         rendered = iter(self._rendered([(line, each) for line, each in chunk if isinstance(each, Chat)]))
         pieces = [
             _turns(number, *next(rendered)) if isinstance(example, Chat) else _pieces(example)
             for number, example in chunk
         ]
         encoded = self._encoded([[text for text, _ in example] for example in pieces])
-        for (number, example), own in zip(chunk, pieces, strict=True):
+        for (_, example), own in zip(chunk, pieces, strict=True):
             tokens: list[int] = []
             counts: list[bool] = []
             for _, counted in own:
@@ -65,7 +81,7 @@ class ExampleEncoder:
                 counts += [counted] * len(piece)
             if not isinstance(example, Chat):
                 tokens, counts = self._begun_and_ended(tokens, counts)
-            yield number, tokens, counts
+            yield tokens, counts
 
     def _begun_and_ended(self, tokens: list[int], counts: list[bool]) -> tuple[list[int], list[bool]]:
         """Tokens between those that begin and end every text; a text that has them already keeps its own."""

@@ -7,24 +7,31 @@ import numpy as np
 import torch
 
 from app.contract.plan import TokenBudget
+from app.contract.reports import Rewards
 from app.contract.spec import EarlyStopping
 from workers.training import device_errors
-from workers.training.batches import BatchLayout, collate, cut_window
+from workers.training.batch_loader import Indices, lay_out
+from workers.training.batches import BatchLayout, Groups, cut_window
 from workers.training.data import Samples
 from workers.training.distributed.group import ALONE, Group
 from workers.training.exceptions import InterruptionRequested
+from workers.training.objectives import MEASURED, Objective
 from workers.training.replica import Replica
 from workers.training.state import RunState
 from workers.training.training_run import TrainingRun
+from workers.training.window_scope import tokens_factor
 
 
 class Evaluated(NamedTuple):
-    """What the model does on held-out samples: sums over their target tokens, or means."""
+    """What the model does on held-out samples: sums over their target tokens (with a preference objective,
+    over samples), or means."""
 
     loss: float
     """In nats per token, if it is a mean."""
     correct: float
-    """Target tokens that are the model's most likely next token."""
+    """Target tokens that are the model's most likely next token, or pairs that are in the right order."""
+    measured: tuple[float, ...] = ()
+    """See `Objective.measured`; always sums."""
 
 
 def sums(
@@ -44,7 +51,9 @@ def sums(
         group: the ranks that share the micro-batches.
     """
     counted = np.flatnonzero(samples.targets)
-    total = torch.zeros(2, dtype=torch.float64, device=replica.device)
+    objective = replica.token_loss.objective
+    length = 2 if objective is None else 2 + MEASURED
+    total = torch.zeros(length, dtype=torch.float64, device=replica.device)
     was_training = replica.model.training
     replica.model.eval()
     try:
@@ -57,17 +66,50 @@ def sums(
             )
             own = groups[group.rank :: group.size]
             missing = -(-len(groups) // group.size) - len(own) if replica.is_sharded else 0
-            for number, each in enumerate([*own, *[groups[-1]] * missing]):
+            passes = [*own, *[groups[-1]] * missing]
+            if objective is not None:
+                _of_whole_set(objective, replica, samples, layout, counted, passes, len(own), between, group)
+            for number, each in enumerate(passes):
                 between()
-                chosen = counted[each].tolist()
-                batch = collate([samples.read(i) for i in chosen], layout, samples.weights[chosen].tolist())
+                batch = lay_out(samples, counted[each].tolist(), layout)
                 found = replica.evaluate(batch.to(replica.device))
                 if number < len(own):  # otherwise only other ranks have a micro-batch left
                     assert found.correct is not None
-                    total += torch.stack([found.loss_sum, found.correct])
+                    numbers = torch.stack([found.loss_sum, found.correct])
+                    total += numbers if found.measured is None else torch.cat([numbers, found.measured])
     finally:
         replica.model.train(was_training)
-    return Evaluated(*total.tolist())
+    loss, correct, *measured = total.tolist()
+    return Evaluated(loss, correct, tuple(measured))
+
+
+def _of_whole_set(
+    objective: Objective,
+    replica: Replica,
+    samples: Samples,
+    layout: BatchLayout,
+    counted: Indices,
+    passes: Groups,
+    own: int,
+    between: Callable[[], None],
+    group: Group,
+) -> None:
+    """Determines what an objective needs to know of all samples, as window_scope.py does for a window.
+
+    Args:
+        passes: positions in `counted`, of which the first `own` are this rank's.
+    """
+    objective.tokens_factor = tokens_factor(samples, counted)
+    objective.divergence = None
+    if objective.spec.name != "kto":
+        return
+    total = torch.zeros(2, dtype=torch.float64, device=replica.device)
+    for number, each in enumerate(passes):
+        between()
+        batch = lay_out(samples, counted[each].tolist(), layout, mismatches=True)
+        found = replica.divergence(batch.to(replica.device))
+        total += found if number < own else 0.0
+    objective.set_divergence(total if group.size == 1 else total.new_tensor(group.sum(total.tolist())))
 
 
 def evaluated(training: TrainingRun) -> Evaluated:
@@ -82,8 +124,10 @@ def evaluated(training: TrainingRun) -> Evaluated:
     longest, most = int(loader.samples.lengths.max()), int(samples.lengths.max())
     batch = training.assignment.spec.effective_batch_size
     tokens = min(min(budget.tokens(longest) for budget in training.budgets), batch * most)
+    measures = training.replica.token_loss.objective is not None
+    nothing = Evaluated(0.0, 0.0, (0.0,) * MEASURED if measures else ())
     while True:
-        own, interruption_requested, failure = Evaluated(0.0, 0.0), False, None
+        own, interruption_requested, failure = nothing, False, None
         try:
             own = sums(
                 training.replica, samples, training.loader.layout, tokens, training.check_interruption, group
@@ -98,22 +142,28 @@ def evaluated(training: TrainingRun) -> Evaluated:
         if interrupted:
             raise InterruptionRequested
         if not failed:
-            tokens_in_all = samples.denominator(np.flatnonzero(samples.targets))
-            return Evaluated(*(whole / tokens_in_all for whole in group.sum(own)))
+            whole = samples.denominator(np.flatnonzero(samples.targets))
+            loss, correct, *measured = group.sum([own.loss, own.correct, *own.measured])
+            return Evaluated(loss / whole, correct / whole, tuple(measured))
         tokens //= 2
 
 
-def record(state: RunState, found: Evaluated, early_stopping: EarlyStopping | None) -> bool:
+def record(
+    state: RunState, found: Evaluated, early_stopping: EarlyStopping | None, rewards: Rewards | None = None
+) -> bool:
     """Records an evaluation at the current step. Returns whether its loss is the lowest so far.
 
     The model with the lowest loss is kept, however small the gain. The patience of early stopping is reset
     only by a gain of at least `min_delta` over the loss that reset it last.
     """
     own, loss = state.evaluations, found.loss
-    own.loss, own.token_accuracy, own.at_step = loss, found.correct, state.step
+    own.loss, own.at_step = loss, state.step
+    own.token_accuracy = found.correct if rewards is None else None
+    own.rewards = None if rewards is None else rewards.model_dump()
     better = own.best_loss is None or loss < own.best_loss
     if better:
-        own.best_loss, own.best_token_accuracy, own.best_step = loss, found.correct, state.step
+        own.best_loss, own.best_step = loss, state.step
+        own.best_token_accuracy, own.best_rewards = own.token_accuracy, own.rewards
     least = early_stopping.min_delta if early_stopping else 0.0
     if own.gained_loss is None or loss < own.gained_loss - least:
         own.gained_loss, own.without_gain = loss, 0

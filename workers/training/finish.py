@@ -1,7 +1,7 @@
 """The end of a run: saves the model, and says how the run ended."""
 
 from app.contract.fail_points import fail_point
-from app.contract.reports import NoiseScale, Outcome, Tuning
+from app.contract.reports import NoiseScale, Outcome, Rewards, Tuning
 from workers.training import base_model, checkpoint, completions, guards, noise_scale
 from workers.training import model as models
 from workers.training.parameters import Parameters
@@ -37,7 +37,8 @@ def finish(training: TrainingRun) -> Outcome:
         evaluations.best_step = None
     elif best is not None:
         checkpoint.load_weights(best, Parameters(model))
-        evaluations.loss, evaluations.token_accuracy = evaluations.best_loss, evaluations.best_token_accuracy
+        evaluations.loss, evaluations.rewards = evaluations.best_loss, evaluations.best_rewards
+        evaluations.token_accuracy = evaluations.best_token_accuracy
         message = f"Saving the model of step {evaluations.best_step}, which has the lowest validation loss."
         training.reporter.event("best", message)
     noise = noise_scale.estimate(training.state.noise)
@@ -71,7 +72,7 @@ def outcome(
 ) -> Outcome:
     """Closes the data, and returns how the run ended."""
     training.loader.close()
-    state = training.state
+    state, rewards = training.state, training.state.evaluations.rewards
     return Outcome(
         files=files,
         steps=state.step,
@@ -81,6 +82,7 @@ def outcome(
         effective_batch_size=training.assignment.spec.effective_batch_size,
         eval_loss=state.evaluations.loss,
         eval_token_accuracy=state.evaluations.token_accuracy,
+        eval_rewards=None if rewards is None else Rewards.model_validate(rewards),
         best_step=state.evaluations.best_step,
         equivalence_error=state.fallbacks.equivalence_error,
         noise_scale=noise,

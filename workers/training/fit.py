@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from math import isfinite
 
 from app.contract.assignment import Assignment
-from app.contract.reports import Outcome, RankShares
+from app.contract.reports import Outcome, RankShares, Rewards
 from app.contract.spec import MAX_EVALUATIONS
 from workers.reporter import Reporter
 from workers.run_directory import RunDirectory
@@ -35,12 +35,12 @@ from workers.training.exceptions import Interrupted, InterruptionRequested
 from workers.training.finish import finish, outcome
 from workers.training.loss_checks import final_failures
 from workers.training.optimizer import set_rate
-from workers.training.report import log_line, report_start
+from workers.training.report import log_line, report_start, rewards_of
 from workers.training.schedule import rate_factor
 from workers.training.skip import skip
 from workers.training.start import start
 from workers.training.state import Losses, RankTotals
-from workers.training.trackers import Trackers
+from workers.training.trackers import Trackers, named_by_trl
 from workers.training.training_run import Interruption, TrainingRun
 
 EMA = 0.1
@@ -197,7 +197,8 @@ def evaluate(training: TrainingRun) -> None:
     if training.loader.validation is None:
         return
     found = evaluated(training)
-    loss, accuracy = found.loss, found.correct
+    loss, rewards = found.loss, rewards_of(training, found.measured)
+    accuracy = found.correct if rewards is None else None
     if not isfinite(loss):
         message = f"The validation loss at step {state.step} is not finite, and is ignored."
         training.reporter.event(
@@ -205,17 +206,21 @@ def evaluate(training: TrainingRun) -> None:
         )
         state.evaluations.at_step = state.step
         return
-    better = evaluation.record(state, found, spec.early_stopping)
+    better = evaluation.record(state, found, spec.early_stopping, rewards)
     training.reporter.event(
         "evaluation",
-        f"Validation loss {loss:.4f} at step {state.step}{', the best so far' if better else ''}; "
-        f"{accuracy:.1%} of the tokens are predicted correctly.",
+        f"Validation loss {loss:.4f} at step {state.step}{', the best so far' if better else ''}"
+        f"{_what_is_right(found.correct, rewards)}.",
         step=state.step,
         loss=loss,
         token_accuracy=accuracy,
+        rewards=None if rewards is None else rewards.model_dump(),
         best=better,
     )
-    training.trackers.write(state.step, {"validation/loss": loss, "validation/token_accuracy": accuracy})
+    tracked = {"validation/loss": loss}
+    if accuracy is not None:
+        tracked["validation/token_accuracy"] = accuracy
+    training.trackers.write(state.step, tracked | named_by_trl(rewards, "validation/"))
     if training.group.leads and not training.replica.is_sharded:
         completions.at_evaluation(training)
     if better:
@@ -227,6 +232,15 @@ def evaluate(training: TrainingRun) -> None:
             f"Stopped at step {state.step}: {own.without_gain} evaluations without enough improvement; the "
             f"lowest validation loss is {own.best_loss:.4f} at step {own.best_step}.",
         )
+
+
+def _what_is_right(correct: float, rewards: Rewards | None) -> str:
+    """The end of a sentence on an evaluation: what the model gets right."""
+    if rewards is None:
+        return f"; {correct:.1%} of the tokens are predicted correctly"
+    if rewards.accuracy is not None:
+        return f"; in {rewards.accuracy:.1%} of the pairs, the chosen answer has the higher reward"
+    return "" if rewards.margin is None else f"; the mean margin between rewards is {rewards.margin:.3g}"
 
 
 def save_checkpoint(training: TrainingRun) -> None:

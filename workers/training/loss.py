@@ -1,4 +1,5 @@
-"""The loss: the weighted sum of the target tokens' cross-entropies, to be divided by the window's count once.
+"""The loss: the weighted sum of the target tokens' cross-entropies, to be divided by the window's count once;
+or, with a preference objective, a sum over samples.
 
 Only positions whose next token counts reach the output head; logits of prompts and padding are never
 computed. If a model's logits are those of its head, perhaps scaled or soft-capped, they are computed for a
@@ -8,7 +9,7 @@ the model's own logits are used.
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -17,9 +18,10 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from workers.training.attention import rows_known
-from workers.training.batches import MicroBatch
+from workers.training.batches import MicroBatch, Scoring
 from workers.training.direct_sums import DirectSums, sum_of
 from workers.training.head import Head, backbone_of, head_error, head_of
+from workers.training.objectives import CORRECT, Objective
 
 _FP16_GRADIENT_SCALE = 256.0
 """Keeps small probabilities above fp16's smallest numbers in the products of a chunk."""
@@ -37,8 +39,10 @@ class Forward:
     loss_sum: Tensor
     router_logits: tuple[Tensor, ...] = ()
     correct: Tensor | None = None
-    """The weighted number of targets that are the most likely token, a scalar; None if they were not
-    counted."""
+    """The weighted number of targets that are the most likely token, or of pairs in the right order, a
+    scalar; None if they were not counted."""
+    measured: Tensor | None = None
+    """See `Objective.measured`; None without a preference objective."""
 
 
 class TokenLoss(nn.Module):
@@ -70,6 +74,8 @@ class TokenLoss(nn.Module):
         """Computes the cross-entropy of a chunk of bf16 logits in one kernel (fused_cross_entropy.py)."""
         self.direct: DirectSums | None = None
         """Adds the gradient of the head's weight to its sum while a window is open."""
+        self.objective: Objective | None = None
+        """The preference objective; it counts for micro-batches with a `scoring`."""
 
     def forward(
         self,
@@ -79,6 +85,7 @@ class TokenLoss(nn.Module):
         summed: bool = True,
         probe_head: bool = False,
         evaluates: bool = False,
+        only_score: bool = False,
     ) -> Forward:
         """Computes the loss of a micro-batch.
 
@@ -87,8 +94,12 @@ class TokenLoss(nn.Module):
             summed: false gives the loss of each target; without label smoothing, weights or gradient.
             probe_head: compute `head_error` instead.
             evaluates: also count the correct predictions; without label smoothing or gradient.
+            only_score: the log-probability of each part of the batch's `scoring`, of shape (parts,), without
+                gradient, in place of the loss.
         """
         with rows_known(packed=batch.position_ids is not None):
+            if only_score or (evaluates and batch.scoring is not None):
+                return self._score(batch, only=only_score)
             if evaluates:
                 return self._evaluate(batch)
             return self._forward(batch, only_route, summed, probe_head)
@@ -113,6 +124,48 @@ class TokenLoss(nn.Module):
             correct += ((logits.argmax(-1) == targets) * weights).sum()
         return Forward(loss, correct=correct)
 
+    def _score(self, batch: MicroBatch, *, only: bool) -> Forward:
+        """The log-probabilities, or what the objective makes of them, without gradient."""
+        arguments, positions = self._arguments_for(batch), batch.target_positions
+        with torch.no_grad():
+            if self.head is None:
+                output = self.model(input_ids=batch.input_ids, **arguments)
+                each = _of_each(output.logits.flatten(0, 1).index_select(0, positions), batch.targets)
+            else:
+                output = backbone_of(self.model)(input_ids=batch.input_ids, **arguments)
+                hidden = output.last_hidden_state.flatten(0, 1).index_select(0, positions)
+                each = _of_each_state(hidden, batch.targets, self.head)
+            scores = _scores(each, batch.scoring)
+            return Forward(scores) if only else self._compared(scores, batch.scoring)
+
+    def _compared(self, scores: Tensor, scoring: Scoring | None) -> Forward:
+        """What the objective makes of log-probabilities."""
+        assert self.objective is not None, "micro-batches have a scoring if there is an objective"
+        assert scoring is not None
+        loss = (self.objective.losses(scores, scoring) * scoring.weights).sum()
+        measured = self.objective.measured(scores, scoring)
+        return Forward(loss, correct=measured[CORRECT], measured=measured)
+
+    def _by_objective(self, hidden: Tensor, batch: MicroBatch, head: Head) -> Forward:
+        """The loss of a preference objective from the hidden states of the targets.
+
+        The objective is a function of a few sums of log-probabilities, so its gradient is that of the
+        targets' cross-entropies, each weighted by the objective's derivative. A first pass over the output
+        head gives the sums, and thereby the weights; the chunked loss is then computed with these.
+        """
+        with torch.no_grad():
+            scores = _scores(_of_each_state(hidden.detach(), batch.targets, head), batch.scoring)
+        with torch.enable_grad():
+            compared = self._compared(scores.requires_grad_(), batch.scoring)
+            (slopes,) = torch.autograd.grad(compared.loss_sum, scores)
+        if not torch.is_grad_enabled():
+            return replace(compared, loss_sum=compared.loss_sum.detach())
+        assert batch.scoring is not None
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        weights = -slopes.index_select(0, batch.scoring.part_of_target).to(wide)
+        weighted = self._of_hidden(hidden, replace(batch, weights=weights), head)
+        return replace(compared, loss_sum=compared.loss_sum.detach() + (weighted - weighted.detach()))
+
     def _forward(self, batch: MicroBatch, only_route: bool, summed: bool, probe_head: bool) -> Forward:
         arguments = self._arguments_for(batch)
         if probe_head:
@@ -124,16 +177,28 @@ class TokenLoss(nn.Module):
         if self.head is None:
             output = self.model(input_ids=batch.input_ids, **arguments)
             logits = output.logits.flatten(0, 1).index_select(0, batch.target_positions)
+            if batch.scoring is not None and summed:
+                compared = self._compared(
+                    _scores(_of_each(logits, batch.targets), batch.scoring), batch.scoring
+                )
+                return replace(compared, router_logits=self._routed(output))
             loss = self._of_logits(logits, batch) if summed else _of_each(logits, batch.targets)
         else:
             output = backbone_of(self.model)(input_ids=batch.input_ids, **arguments)
             hidden = output.last_hidden_state.flatten(0, 1).index_select(0, batch.target_positions)
+            if batch.scoring is not None and summed:
+                return replace(
+                    self._by_objective(hidden, batch, self.head), router_logits=self._routed(output)
+                )
             loss = (
                 self._of_hidden(hidden, batch, self.head)
                 if summed
                 else _of_each_state(hidden, batch.targets, self.head)
             )
-        return Forward(loss, tuple(output.router_logits) if self._arguments else ())
+        return Forward(loss, self._routed(output))
+
+    def _routed(self, output: Any) -> tuple[Tensor, ...]:
+        return tuple(output.router_logits) if self._arguments else ()
 
     def stop_routing(self) -> None:
         """Returns no router logits from now on."""
@@ -189,6 +254,13 @@ class TokenLoss(nn.Module):
         return loss
 
 
+def _scores(each: Tensor, scoring: Scoring | None) -> Tensor:
+    """The log-probability of each part, in fp64, from the cross-entropies of the targets."""
+    assert scoring is not None
+    zeros = torch.zeros(scoring.parts, dtype=torch.float64, device=each.device)
+    return zeros.index_add(0, scoring.part_of_target, -each.to(torch.float64))
+
+
 def _of_each(logits: Tensor, targets: Tensor) -> Tensor:
     """Each target's cross-entropy."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -230,7 +302,7 @@ class _ChunkedLoss(torch.autograd.Function):
         wants_hidden, wants_weight, wants_bias = wanted
         heaviest = None
         if token_weights is not None and dtype == torch.float16:
-            heaviest = token_weights.amax() if len(token_weights) else token_weights.new_ones(())
+            heaviest = token_weights.abs().amax() if len(token_weights) else token_weights.new_ones(())
             heaviest = torch.where(heaviest > 0, heaviest, torch.ones_like(heaviest))
             token_weights = token_weights / heaviest  # so that none leaves fp16's range
         to_hidden = torch.empty_like(hidden) if wants_hidden else None

@@ -13,7 +13,7 @@ import numpy as np
 from app.contract.preview import DatasetPreview, LengthBin, Lengths, PreviewedSample, PreviewSpec
 from app.contract.spec import DataSpec
 from workers.training.data import Prepared, fit_length, read_examples
-from workers.training.encoding import ExampleEncoder
+from workers.training.encoding import EncodedSequence, ExampleEncoder
 from workers.training.exceptions import CannotTrain
 
 MAX_EXAMPLES = 1000
@@ -44,18 +44,19 @@ def _previewed(order: PreviewSpec, source: Path, tokenizer: Any, encoder: Exampl
     kept: list[int] = []
     targets: list[int] = []
     longest, measured = 0, _measured(data)
-    for place, (number, tokens, counts) in _rows(order, source, encoder, measured):
-        longest = max(longest, len(tokens))
-        try:
-            rows = fit_length(data, number, tokens, counts, Prepared())
-        except CannotTrain:
-            rows = []  # too long, and refused: counted below
-        if place < order.shown:
-            samples += [_sample(number, *row, tokenizer) for row in rows]
-        if place in measured:
-            whole.append(len(tokens))
-            kept.append(sum(len(own) for own, _ in rows))
-            targets.append(sum(sum(own[1:]) for _, own in rows))
+    for place, (number, sequences) in _samples(order, source, encoder, measured):
+        for tokens, counts in sequences:
+            longest = max(longest, len(tokens))
+            try:
+                rows = fit_length(data, number, tokens, counts, Prepared())
+            except CannotTrain:
+                rows = []  # too long, and refused: counted below
+            if place < order.shown:
+                samples += [_sample(number, *row, tokenizer) for row in rows]
+            if place in measured:
+                whole.append(len(tokens))
+                kept.append(sum(len(own) for own, _ in rows))
+                targets.append(sum(sum(own[1:]) for _, own in rows))
     return DatasetPreview(
         file_id=data.file_id,
         model_name=order.model.name,
@@ -68,17 +69,17 @@ def _previewed(order: PreviewSpec, source: Path, tokenizer: Any, encoder: Exampl
     )
 
 
-def _rows(
+def _samples(
     order: PreviewSpec, source: Path, encoder: ExampleEncoder, measured: set[int]
-) -> Iterator[tuple[int, tuple[int, list[int], list[bool]]]]:
-    """For each example that is read: its index, its line number, its tokens, and which of these count."""
+) -> Iterator[tuple[int, tuple[int, list[EncodedSequence]]]]:
+    """For each example that is read: its index, its line number, and its sequences."""
     places = range(order.data.examples)
     longest = _longest(source) if len(measured) < len(places) else set()
     taken = [place < order.shown or place in measured or place in longest for place in places]
     examples = read_examples(order.data, source, taken)
     chunks = iter(lambda: list(islice(examples, _CHUNK)), [])
-    rows = chain.from_iterable(map(encoder.rows, chunks))
-    return zip(compress(places, taken), rows, strict=True)
+    encoded = chain.from_iterable(map(encoder.samples, chunks))
+    return zip(compress(places, taken), encoded, strict=True)
 
 
 def _longest(source: Path) -> set[int]:

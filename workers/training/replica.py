@@ -65,6 +65,20 @@ class Replica:
             found: Forward = self.token_loss(batch, evaluates=True)
             return found
 
+    def scores(self, batch: MicroBatch) -> torch.Tensor:
+        """The log-probability of each part of a micro-batch's `scoring`, without gradient: fp64 of shape
+        (parts,)."""
+        with self.autocast():
+            found: Forward = self.token_loss(batch, only_score=True)
+            return found.loss_sum
+
+    def divergence(self, batch: MicroBatch) -> torch.Tensor:
+        """The weighted sum of log-ratios to the reference, and the sum of the weights: fp64 of shape (2,)."""
+        assert batch.scoring is not None
+        weights = batch.scoring.weights
+        ratios = self.scores(batch)[: batch.scoring.sequences] - batch.scoring.reference
+        return torch.stack([(weights * ratios).sum(), weights.sum()])
+
     def add(self, batch: MicroBatch) -> None:
         """Forward and backward of one micro-batch into the open window."""
         add(self, batch)
@@ -111,4 +125,4 @@ def add(step: Accumulating, batch: MicroBatch) -> None:
         forward, balance = step.forward(batch), step.balance
         extra_loss = balance.share(forward.router_logits, batch) if balance else None
     with record_function("accrue.backward"):
-        step.window.add(forward.loss_sum, extra_loss)
+        step.window.add(forward.loss_sum, extra_loss, forward.measured)

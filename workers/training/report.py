@@ -2,12 +2,13 @@
 
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 
 import torch
 
 from app.contract.plan import TokenBudget
-from app.contract.reports import LogLine, NoiseScale, RankLine
+from app.contract.reports import LogLine, NoiseScale, RankLine, Rewards
 from workers.training import memory
 from workers.training.accumulate import TrainedWindow, divide
 from workers.training.batch_loader import Indices
@@ -92,7 +93,7 @@ def log_line(
 ) -> LogLine:
     """The log line of the step that was just applied."""
     spec, state, loader, result = training.assignment.spec, training.state, training.loader, trained.result
-    tokens, lengths = int(loader.samples.lengths[window].sum()), loader.lengths(window)
+    tokens, lengths = int(loader.samples.tokens[window].sum()), loader.lengths(window)
     device = training.replica.device
     peak, reserved = memory.peak(device), memory.peak_reserved(device)
     remembers = spec.log_memory_usage
@@ -131,6 +132,25 @@ def log_line(
         gradient_norms=dict(result.layer_norms) if spec.log_gradients else None,
         ranks=_ranks(training, trained) if training.group.size > 1 else None,
         reserved_gb=memory.gib(reserved) if remembers and reserved is not None else None,
+        rewards=rewards_of(training, result.measured),
+    )
+
+
+def rewards_of(training: TrainingRun, measured: Sequence[float]) -> Rewards | None:
+    """What a preference objective has measured of samples (`Objective.measured`); None without one."""
+    objective = training.replica.token_loss.objective
+    if objective is None:
+        return None
+    chosen, rejected, chosen_log_prob, rejected_log_prob, correct, good, bad = measured
+    divergence = objective.divergence
+    return Rewards(
+        chosen=chosen / good if good else None,
+        rejected=rejected / bad if bad else None,
+        margin=chosen / good - rejected / bad if good and bad else None,
+        accuracy=correct / good if good and objective.spec.is_of_pairs else None,
+        chosen_log_prob=chosen_log_prob / good if good else None,
+        rejected_log_prob=rejected_log_prob / bad if bad else None,
+        divergence=None if divergence is None else float(divergence),
     )
 
 

@@ -63,7 +63,7 @@ def _sweep(training: TrainingRun) -> Tuning:
         cuts = {other: own for other, own in cuts.items() if len(own) != len(groups)} | {size: groups}
     seconds, peaks = _measure(training, window, cuts)
     lengths = loader.lengths(window)
-    tokens = int(loader.samples.lengths[window].sum())
+    tokens = int(loader.samples.tokens[window].sum())
     tried = tuple(
         MeasuredSize(
             token_budget=size,

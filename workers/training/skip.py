@@ -56,7 +56,7 @@ def _add_alone(training: TrainingRun, sample: int, denominator: float) -> None:
     replica, batch = training.replica, training.loader.fetch([sample])
     replica.window.open(denominator)
     if replica.balance is not None:
-        replica.balance.begin(1)
+        replica.balance.begin(training.loader.samples.sequences)
         if replica.balance.scope == "window":
             replica.observe_routing(batch)
     replica.add(batch)

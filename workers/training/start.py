@@ -37,9 +37,11 @@ from workers.training.loss_checks import (
 )
 from workers.training.make_replica import make_replica, place_parameters
 from workers.training.model_parts import longrope_short_length
+from workers.training.objectives import Objective
 from workers.training.optimizer import make_optimizer
 from workers.training.packing_check import check_packing, most_samples
 from workers.training.parameters import Parameters
+from workers.training.reference import key_of, reference_of
 from workers.training.replica import Replica
 from workers.training.state import Fallbacks, LearnedBudget, RunState
 from workers.training.trackers import Trackers
@@ -94,6 +96,11 @@ def start(
         )
         for each, learned in zip(plan.ranks, state.budgets, strict=False)
     ]
+    most_tokens = min(each.tokens(loader.longest) for each in budgets)
+    at_start = state.step == 0 and state.progress.micro_step == 0
+    _begin_objective(
+        run, assignment, replica, loader, most_tokens, interrupted, reporter, group, at_start=at_start
+    )
     training = TrainingRun(
         assignment=assignment,
         run=run,
@@ -207,6 +214,54 @@ def _check_exactness(
         )
 
 
+def _begin_objective(
+    run: RunDirectory,
+    assignment: Assignment,
+    replica: Replica,
+    loader: Loader,
+    tokens: int,
+    interrupted: Interruption,
+    reporter: Reporter,
+    group: Group,
+    *,
+    at_start: bool,
+) -> None:
+    """From here on, the loss is the objective's; the checks before compare models by their token losses, of
+    which every objective is made.
+
+    Args:
+        tokens: the maximum number of tokens of a micro-batch.
+        at_start: whether the replica has the weights that the job starts from.
+
+    Raises:
+        CannotTrain, Interrupted: see `reference_of`.
+    """
+    spec = assignment.spec
+    if spec.objective is None:
+        return
+    replica.token_loss.objective = Objective(spec.objective)
+    base, precision = run.digest_of_base() or "", assignment.plan.precision
+    folders = ((loader.samples, run.data), (loader.validation, run.data / "validation"))
+    for samples, folder in folders:
+        if samples is None:
+            continue
+        samples.begin_objective(spec.objective)
+        if not spec.objective.has_reference:
+            continue
+        samples.reference = reference_of(
+            folder,
+            key_of((folder / "prepared.json").read_text(), base, precision),
+            samples,
+            replica,
+            loader.layout,
+            tokens,
+            group,
+            may_compute=at_start,
+            interrupted=interrupted,
+            report=reporter.preparing,
+        )
+
+
 def _most_tokens(assignment: Assignment) -> int:
     """Tokens of the largest micro-batch that is planned for any rank. If the effective batch grows, a fixed
     number of micro-batches grows in proportion, but is rounded down."""
@@ -217,7 +272,7 @@ def _most_tokens(assignment: Assignment) -> int:
         if isinstance(rule, FixedCount):
             together = rule.micro_batches * len(plan.ranks)
             samples = max(samples, ceil(assignment.spec.effective_batch_size / together))
-        full = samples * assignment.spec.data.max_length
+        full = samples * assignment.spec.data.tokens_per_sample
         if assignment.spec.ramp.name != "constant":
             full += full // 2
         tokens = rule.tokens if isinstance(rule, TokenBudget) else full
@@ -356,17 +411,14 @@ def _layout(
     most = _embeddings(model)
     known = (tokenizer.pad_token_id, tokenizer.eos_token_id)
     pad_id = next((each for each in known if each is not None and (most is None or each < most)), 0)
-    budget, isolate_above = (
-        rank.micro_batch_size * assignment.spec.data.max_length,
-        longrope_short_length(model),
-    )
+    data, short = assignment.spec.data, longrope_short_length(model)
+    budget = rank.micro_batch_size * data.tokens_per_sample
+    isolate_above = None if short is None else short * data.sequences_per_sample
     return BatchLayout(
         pad_id=pad_id,
-        packed=assignment.spec.data.packing,
+        packed=data.packing,
         routed=balance is not None,
-        buckets=Buckets(budget, assignment.spec.data.max_length, isolate_above)
-        if assignment.spec.compile
-        else None,
+        buckets=Buckets(budget, data.max_length, short) if assignment.spec.compile else None,
         isolate_above=isolate_above,
     )
 

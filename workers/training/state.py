@@ -242,9 +242,13 @@ class Evaluations:
     """The loss that last reset early stopping's patience."""
     without_gain: int = 0
     token_accuracy: float | None = None
-    """The share of target tokens that the model predicts."""
+    """The share of target tokens that the model predicts; None with a preference objective."""
     best_token_accuracy: float | None = None
     """That of the step with the lowest loss."""
+    rewards: dict[str, float | None] | None = None
+    """What a preference objective measured (app/contract/reports.py: Rewards)."""
+    best_rewards: dict[str, float | None] | None = None
+    """Those of the step with the lowest loss."""
 
 
 @dataclass

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from app.contract.assignment import Assignment
-from app.contract.reports import LogLine
+from app.contract.reports import LogLine, Rewards
 from app.contract.spec import Tracker
 from workers.training.exceptions import CannotTrain
 
@@ -43,7 +43,11 @@ class Trackers:
 
     def step(self, line: LogLine) -> None:
         figures = {name: float(value) for name in FIGURES if (value := getattr(line, name)) is not None}
-        self.write(line.step, {f"train/{name}": value for name, value in figures.items()})
+        self.write(
+            line.step,
+            {f"train/{name}": value for name, value in figures.items()}
+            | named_by_trl(line.rewards, "train/"),
+        )
 
     def write(self, step: int, figures: dict[str, float]) -> None:
         for writer in self._writers:
@@ -57,6 +61,22 @@ class Trackers:
     ) -> None:
         for writer in self._writers:
             writer.close()
+
+
+def named_by_trl(rewards: Rewards | None, prefix: str) -> dict[str, float]:
+    """Rewards by the names that TRL gives them, for experiment trackers."""
+    if rewards is None:
+        return {}
+    named = {
+        "rewards/chosen": rewards.chosen,
+        "rewards/rejected": rewards.rejected,
+        "rewards/margins": rewards.margin,
+        "rewards/accuracies": rewards.accuracy,
+        "logps/chosen": rewards.chosen_log_prob,
+        "logps/rejected": rewards.rejected_log_prob,
+        "kl": rewards.divergence,
+    }
+    return {f"{prefix}{name}": value for name, value in named.items() if value is not None}
 
 
 class TensorBoard:

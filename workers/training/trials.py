@@ -83,7 +83,7 @@ def decide(training: TrainingRun, window: Indices, trained: TrainedWindow) -> No
         if current < failed:  # the size that failed was on trial, and the current one is known to fit
             budget.use_tuned(current)
     (work,) = trained.work
-    lengths = loader.samples.lengths[window]
+    lengths = loader.lengths(window)
     is_profiled = spec.profile and state.step == torch_profile.AT_STEP  # which takes time
     measured = Measured(
         samples=work.samples,

@@ -158,6 +158,7 @@ class Window:
         self._optimizer_watch = Stopwatch(optimizer_device or self._device)
         self._loss: Tensor | None = None
         self._extra_loss: Tensor | None = None
+        self._measured: Tensor | None = None
         self._first_norm: Tensor | None = None
         self._grad_norm: Tensor | None = None
         self._micro_losses: list[Tensor] = []
@@ -180,6 +181,7 @@ class Window:
         passes: int | None = None,
         by_rank: Sequence[int] | None = None,
         exchange_early: bool = False,
+        measures: int = 0,
     ) -> None:
         """Starts a window; the sum of its losses is divided once by `denominator`.
 
@@ -191,6 +193,7 @@ class Window:
             by_rank: how many each rank will add.
             exchange_early: whether ranks may exchange gradients during the last backward pass, after which
                 this rank's own gradient is not known any more.
+            measures: the length of what `add` gets as `measured`, on any rank.
 
         Raises:
             ValueError: there is nothing to divide by.
@@ -207,15 +210,19 @@ class Window:
         self._gradients.open((self._scale.value if self._scale else 1.0) / self._denominator)
         self._expected = micro_batches
         self._expected_passes = passes or micro_batches
+        if measures:
+            self._measured = torch.zeros(measures, dtype=torch.float64, device=self._device)
         self._opened = time.perf_counter()
 
-    def add(self, loss_sum: Tensor, extra_loss: Tensor | None = None) -> None:
+    def add(self, loss_sum: Tensor, extra_loss: Tensor | None = None, measured: Tensor | None = None) -> None:
         """Runs the backward pass of one micro-batch. Reads nothing back from the device.
 
         Args:
             loss_sum: the sum of its token losses, a scalar.
             extra_loss: a further term of the window's loss that is not divided by the denominator, such as
                 this micro-batch's share of a load-balancing loss; a scalar.
+            measured: numbers to sum over the window and its ranks, see `WindowResult.measured`; of shape
+                (numbers,), without gradient.
         """
         self._begin_pass()
         loss = loss_sum / self._denominator
@@ -227,6 +234,8 @@ class Window:
             self._extra_loss = (
                 extra_loss.detach() if self._extra_loss is None else self._extra_loss + extra_loss.detach()
             )
+        if measured is not None:
+            self._measured = measured if self._measured is None else self._measured + measured
         if self._keep_micro_losses:
             self._micro_losses.append(loss)
         self._count += 1
@@ -376,7 +385,7 @@ class Window:
     def abandon(self) -> None:
         """Discards what was accumulated; weights and optimizer stay as they are."""
         self._gradients.clear()
-        self._loss = self._extra_loss = self._first_norm = self._grad_norm = None
+        self._loss = self._extra_loss = self._first_norm = self._grad_norm = self._measured = None
         self._micro_losses = []
 
     def gradient(self) -> dict[Tensor, Tensor]:
@@ -396,6 +405,7 @@ class Window:
         values = [zero if self._loss is None else self._loss, norm]
         values += [] if self._extra_loss is None else [self._extra_loss]
         values += [] if self._first_norm is None else [self._first_norm]
+        values += [] if self._measured is None else list(self._measured.unbind())
         values += [*self._micro_losses, *(_norm(found) for found in layers.values())]
         wider = torch.promote_types(norm.dtype, values[0].dtype)
         with record_function("accrue.synchronise"), self._group.waiting():
@@ -411,6 +421,7 @@ class Window:
             micro_batches=self._count,
             extra_loss=0.0 if self._extra_loss is None else next(numbers),
             first_norm=None if self._first_norm is None else next(numbers),
+            measured=() if self._measured is None else tuple(next(numbers) for _ in self._measured),
             micro_losses=tuple(next(numbers) for _ in self._micro_losses),
             layer_norms={name: next(numbers) for name in layers},
             synchronise_seconds=seconds,
@@ -435,6 +446,7 @@ class Window:
                     0.0 if first is None else 1.0,
                     first or 0.0,
                     *([norm * norm for norm in norms] if divided else norms if leads else [0.0] * len(norms)),
+                    *own.measured,
                     *losses,
                 ]
             )
@@ -443,8 +455,10 @@ class Window:
         norm, *of_layers = (
             sqrt(norm) if divided and norm >= 0 else norm for norm in islice(summed, len(norms))
         )
+        measured = tuple(islice(summed, len(own.measured)))
         return replace(
             own,
+            measured=measured,
             loss=loss,
             extra_loss=extra_loss,
             micro_batches=round(micro_batches),

@@ -1,0 +1,61 @@
+"""Objectives: what a window's loss is a sum of, and what it is divided by.
+
+Supervised fine-tuning (`sft`) sums over tokens. Preference objectives sum over samples: pairs of a chosen and
+a rejected completion (`dpo`, `orpo`, `simpo`), or single completions that are desirable or not (`kto`). In
+each case the denominator is known before the window begins, so the plan does not change the training.
+"""
+
+from typing import Any, Literal
+
+from app.contract.base import Frozen
+from app.contract.data_formats import DataFormat
+
+PreferenceName = Literal["dpo", "orpo", "simpo", "kto"]
+ObjectiveName = Literal["sft", "dpo", "orpo", "simpo", "kto"]
+
+OBJECTIVE_ARGUMENTS: dict[ObjectiveName, dict[str, Any]] = {
+    "sft": {},
+    "dpo": {"beta": 0.1, "label_smoothing": 0.0},
+    "orpo": {"beta": 0.1},
+    "simpo": {"beta": 2.0, "gamma": 1.0},
+    "kto": {"beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.0},
+}
+"""The arguments that each objective takes, with their defaults: those of the papers, as workers/training/
+objectives.py cites them."""
+
+FORMATS: dict[ObjectiveName, tuple[DataFormat, ...]] = {
+    "sft": ("text", "prompt_completion", "messages", "unpaired_preference"),
+    "dpo": ("preference",),
+    "orpo": ("preference",),
+    "simpo": ("preference",),
+    "kto": ("unpaired_preference",),
+}
+"""The formats of data that each objective can learn from. `sft` ignores whether a completion is desirable."""
+
+DEFAULT_OBJECTIVES: dict[DataFormat, ObjectiveName] = {"preference": "dpo", "unpaired_preference": "kto"}
+"""The objective for data of a format, if none is requested; sft for all others."""
+
+WITH_REFERENCE: frozenset[PreferenceName] = frozenset({"dpo", "kto"})
+"""The objectives that compare with the model that the job starts from."""
+
+
+class PreferenceSpec(Frozen):
+    """A preference objective. Arguments that it does not take are 0, or 1 for weights."""
+
+    name: PreferenceName
+    beta: float
+    """How strongly differences of log-probabilities count; for ORPO, the weight of the odds ratio (λ)."""
+    gamma: float = 0.0
+    """SimPO's target margin between the rewards of a pair."""
+    label_smoothing: float = 0.0
+    """DPO: the assumed share of pairs whose answers are the wrong way round."""
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
+
+    @property
+    def has_reference(self) -> bool:
+        return self.name in WITH_REFERENCE
+
+    @property
+    def is_of_pairs(self) -> bool:
+        return self.name != "kto"

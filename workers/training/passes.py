@@ -1,0 +1,64 @@
+"""How many passes each rank makes of a window's micro-batches, and what it passes when it has none left."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from workers.training.batch_loader import Indices
+from workers.training.batches import Groups, MicroBatch
+from workers.training.distributed.group import Group
+from workers.training.exceptions import InterruptionRequested, OtherRankFailed
+from workers.training.training_run import TrainingRun
+
+
+def passes_of_rank(training: TrainingRun, groups: Sequence[Groups]) -> int:
+    """The number of passes that this rank makes. If each pass exchanges data, all ranks make equally many;
+    otherwise, one per micro-batch, but at least one if the model is sharded."""
+    counts, parameters = [len(own) for own in groups], training.replica.parameters
+    own = counts[training.group.rank]
+    if not parameters.is_sharded:
+        return own
+    return max(counts) if parameters.exchanges_in_each_pass else max(1, own)
+
+
+def filler(training: TrainingRun, window: Indices) -> MicroBatch:
+    """A small micro-batch with which a rank takes part in the passes of others."""
+    counted = window[training.loader.samples.targets[window] > 0]
+    shortest = counted[np.argmin(training.loader.samples.lengths[counted])]
+    return training.loader.fetch([int(shortest)])
+
+
+def without_gradient(
+    training: TrainingRun,
+    window: Indices,
+    groups: list[Groups],
+    group: Group,
+    observe: Callable[[list[int]], None],
+    take_part: Callable[[MicroBatch], None],
+) -> None:
+    """Passes every micro-batch of this rank once, before those that add to the gradient.
+
+    Args:
+        observe: called with the samples of each micro-batch.
+        take_part: called where only other ranks have a micro-batch left.
+
+    Raises:
+        OtherRankFailed: another rank could not do its part.
+    """
+    failure: Exception | None = None
+    own = groups[group.rank]
+    try:
+        for each in own:
+            training.check_interruption()
+            observe(window[each].tolist())
+        for _ in range(passes_of_rank(training, groups) - len(own)):
+            take_part(filler(training, window))
+    except (InterruptionRequested, RuntimeError) as error:
+        if training.replica.is_sharded:
+            raise
+        failure = error
+    (failed,) = group.any(failure is not None)
+    if failure is not None:
+        raise failure
+    if failed:
+        raise OtherRankFailed
