@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 DATABASE_TESTS := $(addprefix tests/, datasets devices inference jobs memory_profiles models/test_trained_models.py observability planning/test_calculators.py \
 	profiling/test_previews.py regressions results security statistics storage submissions sweeps web webhooks workers)
 
-.PHONY: help setup demo test test-all test-rest test-slow test-faults test-gpu test-fuzz test-browser test-images soak accuracy bench-trainer bench-queue bench-api bench-dashboard bench-memory bench-variance bench-devices bench-data bench-durations bench-inference families serve check format migrate clean
+.PHONY: help setup demo test test-all test-rest test-slow test-trl test-faults test-gpu test-fuzz test-browser test-images soak accuracy bench-trainer bench-queue bench-api bench-dashboard bench-memory bench-variance bench-devices bench-data bench-durations bench-inference families serve check format migrate clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -36,6 +36,11 @@ test-rest: $(STAMP) ## Run the tests that `make test` leaves out
 	$(BIN)/python -m pytest -m "thorough and not alone" --numprocesses 3 --dist loadfile
 	$(BIN)/python -m pytest -m alone
 	$(BIN)/python -m pytest --postgresql --numprocesses 2 --dist loadfile $(DATABASE_TESTS)
+	$(MAKE) test-trl
+
+test-trl: $(STAMP) ## Install TRL if it is missing, and compare the losses of preference objectives with its own
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[trl]'
+	$(BIN)/python -m pytest -s tests/training/test_against_trl.py
 
 test-faults: $(STAMP) ## Inject the faults that take long, on SQLite and on PostgreSQL (about 40 minutes)
 	$(BIN)/python -m pytest --faults tests/acceptance/test_every_fault.py tests/acceptance/test_faults.py tests/acceptance/test_rank_faults.py

@@ -113,6 +113,18 @@ def without_randomness(model: torch.nn.Module) -> Iterator[None]:
             module.training = training
 
 
+def turn_dropout_off(model: torch.nn.Module) -> bool:
+    """Sets every dropout probability of a model to 0. Returns whether any was above."""
+    found = False
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            is_probability = "dropout" in name or (name == "p" and isinstance(module, torch.nn.Dropout))
+            if is_probability and isinstance(value, float) and value > 0.0:
+                setattr(module, name, 0.0)
+                found = True
+    return found
+
+
 def _in_eval_mode(layer: torch.nn.Module, checkpoint: Any) -> Any:
     """A checkpointing function under which the layer's own forward is not in training mode."""
 

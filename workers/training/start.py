@@ -132,6 +132,12 @@ def _load(
         if group.leads:
             base = base_model.stage_base_model(assignment, run)
     model, tokenizer, notes = base_model.load(assignment, base)
+    objective = assignment.spec.objective
+    if objective is not None and models.turn_dropout_off(model):
+        notes = [
+            *notes,
+            f"dropout is turned off: {objective.name} compares probabilities, which dropout would change",
+        ]
     for note in notes:
         reporter.event("changed", f"{note[0].upper()}{note[1:]}.", "warning")
     return base, model, tokenizer

@@ -1,0 +1,167 @@
+"""Preference data for tests, and the gradient of a window of it."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from app.contract.objective import OBJECTIVE_ARGUMENTS, PreferenceName, PreferenceSpec
+from tests.harness.runs import small_data
+from workers.training import head as heads
+from workers.training.batch_loader import lay_out
+from workers.training.batches import BatchLayout, Groups
+from workers.training.data import Samples, prepare
+from workers.training.loss import TokenLoss
+from workers.training.objectives import Objective
+from workers.training.tiny_gpt2 import make_tokenizer
+from workers.training.window import Window
+from workers.training.window_scope import tokens_factor
+
+OBJECTIVES: tuple[PreferenceName, ...] = ("dpo", "orpo", "simpo", "kto")
+
+
+def objective_spec(name: PreferenceName, **given: Any) -> PreferenceSpec:
+    """The objective with its default arguments; keyword arguments replace them."""
+    return PreferenceSpec.model_validate({"name": name, **OBJECTIVE_ARGUMENTS[name], **given})
+
+
+def write_preferences(
+    path: Path, name: PreferenceName, count: int = 24, seed: int = 0, *, weighted: bool = False
+) -> Path:
+    """Pairs, or labelled completions for KTO, of unequal lengths."""
+    random = np.random.default_rng(seed)
+    letters = np.array(list("abcdefghij klmnop"))
+
+    def text() -> str:
+        return "".join(random.choice(letters, int(random.integers(3, 20))))
+
+    rows: list[dict[str, Any]] = []
+    for number in range(count):
+        row: dict[str, Any] = {"prompt": text()}
+        row |= {"completion": text()} if name == "kto" else {"chosen": text(), "rejected": text()}
+        row |= {"label": number % 3 > 0} if name == "kto" else {}
+        rows.append(row | ({"weight": 0.5 + number % 3} if weighted else {}))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def preference_data(name: PreferenceName, examples: int, **changes: Any) -> Any:
+    """The spec of such data."""
+    kto = name == "kto"
+    own = {"format": "unpaired_preference" if kto else "preference", "with_mismatches": kto}
+    return small_data(**{**own, "examples": examples, **changes})
+
+
+def preference_samples(folder: Path, spec: PreferenceSpec, count: int = 24, **options: Any) -> Samples:
+    """Tokenised samples with the objective, and with references that are drawn at random."""
+    source = write_preferences(folder / "preferences.jsonl", spec.name, count, **options)
+    digest = hashlib.sha256(source.read_bytes()).hexdigest()
+    prepare(preference_data(spec.name, count, sha256=digest), source, make_tokenizer(), folder / "prepared")
+    samples = Samples(folder / "prepared")
+    reference = np.random.default_rng(1).normal(-40.0, 5.0, samples.reference.shape)
+    samples.begin_objective(spec, reference)
+    return samples
+
+
+def gradients_of(
+    model: Any,
+    samples: Samples,
+    groups: Groups,
+    *,
+    layout: BatchLayout | None = None,
+    chunk: int = 10**9,
+    chunked: bool = True,
+) -> tuple[float, dict[str, Tensor], tuple[float, ...]]:
+    """The loss of one window of all samples, its gradient, and what the objective measured.
+
+    Args:
+        groups: its micro-batches.
+        chunk: positions whose logits are computed at once.
+    """
+    with patch.object(heads, "rows_of_chunk", lambda vocabulary, device: chunk):
+        return _gradients_of(model, samples, groups, layout or BatchLayout(pad_id=0), chunked=chunked)
+
+
+def _gradients_of(
+    model: Any, samples: Samples, groups: Groups, layout: BatchLayout, *, chunked: bool
+) -> tuple[float, dict[str, Tensor], tuple[float, ...]]:
+    assert samples.objective is not None
+    loss = TokenLoss(model, chunked=chunked)
+    loss.objective = Objective(samples.objective)
+    everything = np.arange(len(samples))
+    loss.objective.tokens_factor = tokens_factor(samples, everything)
+    if samples.objective.name == "kto":
+        sums = torch.zeros(2, dtype=torch.float64)
+        for group in groups:
+            batch = lay_out(samples, group, layout, mismatches=True)
+            assert batch.scoring is not None
+            scores = loss(batch, only_score=True).loss_sum - batch.scoring.reference
+            sums += torch.stack([(batch.scoring.weights * scores).sum(), batch.scoring.weights.sum()])
+        loss.objective.set_divergence(sums)
+    window = Window(model.parameters(), torch.optim.SGD(model.parameters(), lr=0.0))
+    window.open(samples.denominator(everything))
+    for group in groups:
+        forward = loss(lay_out(samples, group, layout))
+        window.add(forward.loss_sum, measured=forward.measured)
+    found = {
+        name: window.gradient()[parameter].clone()
+        for name, parameter in model.named_parameters()
+        if parameter in window.gradient()
+    }
+    closed = window.close()
+    return closed.loss, found, closed.measured
+
+
+def difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    """The norm of the difference between two gradients, relative to the norm of the second."""
+    assert one.keys() == other.keys()
+    apart = sum(float((one[name] - other[name]).double().square().sum()) for name in one)
+    return float((apart / sum(float(each.double().square().sum()) for each in other.values())) ** 0.5)
+
+
+def plain_losses(model: Any, samples: Samples, chosen: Sequence[int]) -> Tensor:
+    """The mean loss of a window as the papers write it: each sequence alone, full logits, plain formulas."""
+    spec = samples.objective
+    assert spec is not None
+
+    def log_probs(sample: int, sequence: int, *, whole: bool = False) -> Tensor:
+        tokens, counts = (torch.from_numpy(np.array(each)) for each in samples.read(sample, sequence))
+        logits = model(input_ids=tokens[None].long()).logits[0, :-1]
+        each = logits.log_softmax(-1).gather(1, tokens[1:, None].long())[:, 0]
+        return each if whole else each[counts[1:].bool()]
+
+    def ratio(sample: int, sequence: int) -> Tensor:
+        return log_probs(sample, sequence).sum() - samples.reference[sample, sequence]
+
+    weights = torch.from_numpy(samples.weights[list(chosen)]).double()
+    mean = weights / weights.sum()
+    sigmoid = torch.nn.functional.logsigmoid
+    if spec.name == "kto":
+        assert samples.labels is not None
+        with torch.no_grad():
+            divergence = (mean * torch.stack([ratio(each, 1) for each in chosen])).sum().clamp(min=0)
+        own = []
+        for each in chosen:
+            sign, scale = (
+                (1, spec.desirable_weight) if samples.labels[each] else (-1, spec.undesirable_weight)
+            )
+            own.append(scale * (1 - (sign * spec.beta * (ratio(each, 0) - divergence)).sigmoid()))
+        return (mean * torch.stack(own)).sum()
+    if spec.name == "dpo":
+        margins = torch.stack([spec.beta * (ratio(each, 0) - ratio(each, 1)) for each in chosen])
+        smooth = spec.label_smoothing
+        return (mean * (-(1 - smooth) * sigmoid(margins) - smooth * sigmoid(-margins))).sum()
+    pairs = [(log_probs(each, 0).mean(), log_probs(each, 1).mean()) for each in chosen]
+    if spec.name == "simpo":
+        return (mean * torch.stack([-sigmoid(spec.beta * (a - b) - spec.gamma) for a, b in pairs])).sum()
+    odds = torch.stack([(a.exp() / (1 - a.exp())).log() - (b.exp() / (1 - b.exp())).log() for a, b in pairs])
+    wholes = [log_probs(each, 0, whole=True) for each in chosen]
+    tokens = sum(weight * len(whole) for weight, whole in zip(weights, wholes, strict=True))
+    likelihood = sum(weight * whole.sum() for weight, whole in zip(weights, wholes, strict=True)) / tokens
+    return (mean * -spec.beta * sigmoid(odds)).sum() - likelihood

@@ -1,0 +1,273 @@
+"""Preference objectives: the gradient of a window does not depend on its split, and is that of the papers."""
+
+import hashlib
+import json
+from math import log
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from app.contract.objective import PreferenceName
+from app.contract.plan import FixedCount
+from app.contract.spec import ValidationSpec
+from tests.harness.preferences import (
+    OBJECTIVES,
+    difference,
+    gradients_of,
+    objective_spec,
+    plain_losses,
+    preference_data,
+    preference_samples,
+    write_preferences,
+)
+from tests.harness.runs import create_run, events_of, log_of, start_trainer, until
+from tests.harness.specs import make_spec
+from tests.harness.training import finished, interrupted_at, raw_log, run_to_end, weights
+from workers.run_directory import RunDirectory
+from workers.training.batches import BatchLayout, Groups, cut_window
+from workers.training.data import Samples, prepare
+from workers.training.exceptions import CannotTrain
+from workers.training.objectives import _log_of_rest
+from workers.training.tiny_gpt2 import make_tokenizer
+
+VOCABULARY = 300
+_EXACT = 1e-12
+
+
+def make_model(family: str, dtype: torch.dtype = torch.float64) -> Any:
+    from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, NanoChatConfig
+
+    configs = {
+        "gpt2": lambda: GPT2Config(
+            n_layer=2, n_embd=32, n_head=4, n_positions=64, vocab_size=VOCABULARY,
+            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        ),
+        "llama": lambda: LlamaConfig(
+            hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, vocab_size=VOCABULARY, max_position_embeddings=64,
+        ),
+        "nanochat": lambda: NanoChatConfig(
+            hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, vocab_size=VOCABULARY, max_position_embeddings=64,
+            final_logit_softcapping=2.0, bos_token_id=0, eos_token_id=1, pad_token_id=1,
+        ),
+    }  # fmt: skip
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(configs[family]()).to(dtype)
+
+
+@pytest.fixture(params=OBJECTIVES)
+def name(request: pytest.FixtureRequest) -> Any:
+    return request.param
+
+
+@pytest.fixture
+def samples(tmp_path: Path, name: PreferenceName) -> Samples:
+    return preference_samples(tmp_path, objective_spec(name), weighted=True)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "nanochat"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_no_split_changes_the_gradient(samples: Samples, family: str, packed: bool) -> None:
+    """Random micro-batches with the head in chunks, against one batch of full logits."""
+    model, everything = make_model(family), list(range(len(samples)))
+    whole, expected, _ = gradients_of(model, samples, [everything], chunked=False)
+
+    @settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(st.permutations(everything), st.integers(1, len(everything)), st.integers(1, 60))
+    def same(order: list[int], count: int, chunk: int) -> None:
+        groups: Groups = [each.tolist() for each in np.array_split(np.array(order), count)]
+        loss, found, _ = gradients_of(
+            model, samples, groups, layout=BatchLayout(pad_id=0, packed=packed), chunk=chunk
+        )
+        assert loss == pytest.approx(whole, rel=_EXACT)
+        assert difference(found, expected) < _EXACT
+
+    same()
+
+
+def test_it_is_the_loss_of_the_paper(samples: Samples, name: PreferenceName) -> None:
+    """Against plain formulas, each sequence computed alone, differentiated by autograd."""
+    model = make_model("gpt2")  # whose norms are not in fp32
+    loss = plain_losses(model, samples, range(len(samples)))
+    loss.backward()
+    expected = {key: each.grad.clone() for key, each in model.named_parameters() if each.grad is not None}
+    model.zero_grad()
+    groups = cut_window(samples.lengths, FixedCount(micro_batches=5))
+    found_loss, found, _ = gradients_of(model, samples, groups, chunk=7)
+    assert found_loss == pytest.approx(float(loss.detach()), rel=_EXACT)
+    assert difference(found, expected) < _EXACT
+
+
+def test_label_smoothing_and_weights_of_labels_count(tmp_path: Path) -> None:
+    for number, spec in enumerate(
+        (
+            objective_spec("dpo", beta=0.3, label_smoothing=0.2),
+            objective_spec("kto", desirable_weight=0.5, undesirable_weight=2.0),
+            objective_spec("simpo", beta=2.5, gamma=0.4),
+        )
+    ):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        samples, model = preference_samples(folder, spec), make_model("gpt2")
+        expected = plain_losses(model, samples, range(len(samples)))
+        loss, _, _ = gradients_of(model, samples, [list(range(len(samples)))])
+        assert loss == pytest.approx(float(expected.detach()), rel=_EXACT)
+
+
+def test_in_fp32_splits_agree_to_rounding(samples: Samples) -> None:
+    model, everything = make_model("llama", torch.float32), list(range(len(samples)))
+    _, expected, _ = gradients_of(model, samples, [everything])
+    _, found, _ = gradients_of(model, samples, [[each] for each in everything], chunk=8)
+    assert difference(found, expected) < 1e-5
+
+
+def test_what_is_measured_does_not_depend_on_the_split(samples: Samples) -> None:
+    model, everything = make_model("gpt2"), list(range(len(samples)))
+    _, _, whole = gradients_of(model, samples, [everything])
+    _, _, parts = gradients_of(model, samples, [[each] for each in everything])
+    assert parts == pytest.approx(whole, rel=_EXACT)
+
+
+def test_a_pair_is_never_split(tmp_path: Path) -> None:
+    samples = preference_samples(tmp_path, objective_spec("dpo"))
+    assert samples.sequences == samples.stored_sequences == 2
+    assert len(samples) == 24
+    pairs = samples.sequence_lengths
+    assert (samples.lengths == 2 * pairs.max(1)).all(), "both sequences, padded to the longer one"
+    assert (samples.tokens == pairs.sum(1)).all()
+
+
+def test_a_mismatch_is_a_prompt_with_the_completion_before_it(tmp_path: Path) -> None:
+    samples = preference_samples(tmp_path, objective_spec("kto"), 5)
+    for number in range(5):
+        tokens, counts = samples.read(number)
+        other, other_counts = samples.read(number - 1 if number else 4)
+        mismatch, mismatch_counts = samples.read(number, 1)
+        prompt = tokens[: int(np.argmax(counts))].tolist()
+        assert mismatch.tolist() == prompt + other[int(np.argmax(other_counts)) :].tolist()
+        assert int(mismatch_counts.sum()) == int(other_counts.sum())
+
+
+def test_a_pair_whose_answer_was_cut_off_does_not_count(tmp_path: Path) -> None:
+    """If max_length leaves nothing of one answer, there is nothing to compare."""
+    source = tmp_path / "data.jsonl"
+    rows = [
+        {"prompt": "p" * 80, "chosen": "a", "rejected": "b"},
+        {"prompt": "p", "chosen": "a", "rejected": "b"},
+    ]
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = preference_data("dpo", 2, sha256=hashlib.sha256(source.read_bytes()).hexdigest())
+    prepared = prepare(data, source, make_tokenizer(), tmp_path / "prepared")
+    samples = Samples(tmp_path / "prepared")
+    samples.begin_objective(objective_spec("dpo"))
+    assert prepared.without_targets == 1
+    assert samples.denominator(np.arange(2)) == 1.0
+    loss, found, _ = gradients_of(make_model("gpt2"), samples, [[0, 1]])
+    assert np.isfinite(loss)
+    assert all(bool(torch.isfinite(each).all()) for each in found.values())
+
+
+@pytest.mark.parametrize("probability", [1e-30, 1e-8, 0.1, 0.5, 0.9, 1 - 1e-9])
+def test_the_odds_are_precise(probability: float) -> None:
+    given_log = torch.tensor(log(probability), dtype=torch.float64, requires_grad=True)
+    rest = _log_of_rest(given_log)
+    rest.backward()
+    exact = np.log1p(-np.longdouble(probability))
+    assert float(rest.detach()) == pytest.approx(float(exact), rel=1e-6)
+    assert given_log.grad is not None
+    assert bool(torch.isfinite(given_log.grad))
+
+
+def preference_run(folder: Path, name: PreferenceName, **changes: Any) -> RunDirectory:
+    """A run of an objective on forty samples, a fifth of them held out."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_preferences(folder / "data.jsonl", name, 40)
+    share = ValidationSpec(file_id=None, sha256=None, format=None, share=0.2)
+    spec = make_spec(
+        **{
+            "data": preference_data(name, 40, validation=share),
+            "objective": objective_spec(name),
+            "certificate": True,
+            "eval_every": 5,
+            **changes,
+        }
+    )
+    return create_run(folder / "run", spec)
+
+
+def test_a_run_learns_what_is_preferred(tmp_path: Path, name: PreferenceName) -> None:
+    run = preference_run(tmp_path, name)
+    outcome = run_to_end(run)
+    log = raw_log(run)
+    assert len(log) == 10
+    assert log[-1]["rewards"]["margin"] > log[0]["rewards"]["margin"]
+    assert log[-1]["loss"] < log[0]["loss"]
+    if name == "dpo":
+        assert log[0]["loss"] == pytest.approx(log_2, abs=1e-6), "the model is its own reference at first"
+    (certified,) = [event for event in events_of(run) if event["type"] == "certificate"]
+    assert certified["data"]["gradient_error"] < 1e-5
+    evaluations = [event["data"] for event in events_of(run) if event["type"] == "evaluation"]
+    assert [each["step"] for each in evaluations] == [5, 10]
+    assert all(each["rewards"]["margin"] is not None for each in evaluations)
+    assert outcome.eval_rewards is not None
+    assert outcome.eval_token_accuracy is None
+
+
+log_2 = log(2)
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_an_interrupted_run_ends_with_the_same_bits(
+    tmp_path: Path, name: PreferenceName, killed: bool
+) -> None:
+    if killed and name != "dpo":
+        pytest.skip("the others are stopped, which takes less time")
+    whole, parts = (preference_run(tmp_path / each, name) for each in ("whole", "parts"))
+    if killed:
+        trainer = start_trainer(parts)
+        until(lambda: parts.metrics.exists() and len(parts.metrics.read_text().splitlines()) > 5)
+        trainer.kill()
+        trainer.wait()
+        finished(whole)
+        finished(parts)
+    else:
+        interrupted_at(parts, 40)
+        run_to_end(whole)
+        run_to_end(parts)
+    assert log_of(parts) == log_of(whole)
+    first, second = weights(parts), weights(whole)
+    assert all(torch.equal(first[key], second[key]) for key in second)
+
+
+def test_references_are_computed_once(tmp_path: Path) -> None:
+    run = preference_run(tmp_path, "dpo", eval_every=None)
+    interrupted_at(run, 30)
+    stored = (run.data / "reference.npy").read_bytes()
+    run_to_end(run)
+    assert (run.data / "reference.npy").read_bytes() == stored
+
+
+def test_a_lost_reference_is_an_error_once_the_model_has_changed(tmp_path: Path) -> None:
+    run = preference_run(tmp_path, "dpo", save_every=1)
+    interrupted_at(run, 45)
+    assert len(log_of(run)) >= 1
+    content = bytearray((run.data / "reference.npy").read_bytes())
+    content[-1] ^= 1
+    (run.data / "reference.npy").write_bytes(bytes(content))
+    with pytest.raises(CannotTrain, match="submit the job again"):
+        run_to_end(run)
+
+
+def test_an_interruption_keeps_what_is_known_of_the_reference(tmp_path: Path) -> None:
+    run = preference_run(tmp_path, "kto", certificate=False)
+    interrupted_at(run, 3)
+    known = np.load(run.data / "reference.npy")
+    assert 0 < np.isnan(known).sum() < known.size
+    run_to_end(run)
+    assert not np.isnan(np.load(run.data / "reference.npy")).any()
