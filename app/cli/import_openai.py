@@ -109,8 +109,8 @@ def _import(
     if earlier:
         return {**found, "training_id": earlier[0]["id"], "state": _BEFORE}
     kind = job.method.type if job.method is not None else "supervised"
-    if kind != "supervised":
-        why = f"its method is {printable(kind)}: only supervised jobs can run here"
+    if kind not in ("supervised", "dpo"):
+        why = f"its method is {printable(kind)}: only supervised and dpo jobs can run here"
         return {**found, "state": "left out", "error": why}
     if dry_run:
         return {**found, "state": "would be imported"}
@@ -134,11 +134,12 @@ def _request(job: Any, model: str, files: "_Files") -> dict[str, Any]:
     Raises:
         _Unavailable: the account does not have one of its files any more.
     """
-    given = job.method.supervised if job.method is not None else None
+    kind = job.method.type if job.method is not None else "supervised"
+    given = getattr(job.method, kind, None)
     hyperparameters = (given.hyperparameters if given is not None else None) or job.hyperparameters
     chosen = {
         name: getattr(hyperparameters, name, None)
-        for name in ("n_epochs", "batch_size", "learning_rate_multiplier")
+        for name in ("n_epochs", "batch_size", "learning_rate_multiplier", "beta")
     }
     own = {name: value for name, value in chosen.items() if value not in (None, _AUTO)}
     theirs = list((job.metadata or {}).items())[: _MAX_METADATA - 1]
@@ -148,7 +149,7 @@ def _request(job: Any, model: str, files: "_Files") -> dict[str, Any]:
             "model": model,
             "training_file": files.stored(job.training_file),
             "validation_file": files.stored(job.validation_file) if job.validation_file else None,
-            "method": {"type": "supervised", "supervised": {"hyperparameters": own}},
+            "method": {"type": kind, kind: {"hyperparameters": own}},
             "seed": job.seed,
             "suffix": _suffix(job),
             "metadata": metadata,

@@ -46,13 +46,23 @@ def submit(
     max_steps: Annotated[int | None, typer.Option(help="Optimizer steps, instead of epochs")] = None,
     learning_rate: Annotated[
         float | None,
-        typer.Option("--lr", help="Peak learning rate; default: 5e-5, for lora and qlora 2e-4"),
+        typer.Option(
+            "--lr",
+            help="Peak learning rate; default: 5e-5, for lora and qlora 2e-4; for preferences 1e-6 and 1e-5",
+        ),
     ] = None,
     max_length: MaxLength = None,
     method: Annotated[
         str | None,
         typer.Option(
             help="full, lora or qlora; for a method's options: --set training_config.method.lora.r=32"
+        ),
+    ] = None,
+    objective: Annotated[
+        str | None,
+        typer.Option(
+            help="sft; dpo, orpo or simpo for pairs of answers; kto for labelled answers; default: by the "
+            "data; for its arguments: --set training_config.objective_args.beta=0.2"
         ),
     ] = None,
     checkpointing: Annotated[
@@ -101,7 +111,7 @@ def submit(
     dataset = {"max_length": max_length, "validation_split": validation_split}
     training = {
         "epochs": epochs, "max_steps": max_steps, "learning_rate": learning_rate, "method": method,
-        "gradient_checkpointing": checkpointing,
+        "objective": objective, "gradient_checkpointing": checkpointing,
     }  # fmt: skip
     more = {
         "accumulation_steps": steps, "num_gpus": _devices(num_gpus), "dry_run": dry_run,

@@ -14,6 +14,8 @@ from app.jobs.etags import NOT_MODIFIED, AnswerCache, Document, tagged
 from app.jobs.filters import MetadataFilters
 from app.jobs.openai_schemas import (
     CheckpointMetrics,
+    DpoHyperparametersResponse,
+    DpoResponse,
     FineTuningCheckpoint,
     FineTuningError,
     FineTuningEvent,
@@ -25,7 +27,7 @@ from app.jobs.openai_schemas import (
 )
 from app.models.trained_models import name_of, result_file_of
 from app.planning.inputs import PlanningInputs
-from app.planning.learning_rate import DEFAULT_LEARNING_RATE
+from app.planning.learning_rate import default_rate
 from app.results import checkpoints
 from app.results.checkpoints import Checkpoint
 from app.results.series import evaluations
@@ -189,7 +191,8 @@ def answer(job: Job) -> FineTuningJob:
     hyperparameters = HyperparametersResponse(
         n_epochs=spec.epochs or "auto",
         batch_size=spec.effective_batch_size,
-        learning_rate_multiplier=job.training_config["learning_rate"] / DEFAULT_LEARNING_RATE,
+        learning_rate_multiplier=job.training_config["learning_rate"]
+        / default_rate(spec.objective, adapters=spec.method.lora is not None),
     )
     made = job.status == "succeeded" and bool(job.result["files"])
     left = job.progress.get("eta_seconds") if job.status == "running" else None
@@ -205,13 +208,22 @@ def answer(job: Job) -> FineTuningJob:
         validation_file=validation.file_id if validation is not None else None,
         result_files=[result_file_of(job)] if job.status == "succeeded" else [],
         hyperparameters=hyperparameters,
-        method=MethodResponse(supervised=SupervisedResponse(hyperparameters=hyperparameters)),
+        method=_method(spec, hyperparameters),
         seed=spec.seed,
         trained_tokens=job.result["trained_tokens"] if job.status == "succeeded" else None,
         estimated_finish=None if left is None else int(time.time() + left),
         error=FineTuningError(**job.error) if job.error else None,
         metadata=job.labels,
     )
+
+
+def _method(spec: Spec, hyperparameters: HyperparametersResponse) -> MethodResponse:
+    if spec.objective is None:
+        return MethodResponse(supervised=SupervisedResponse(hyperparameters=hyperparameters))
+    if spec.objective.name != "dpo":
+        return MethodResponse(type=spec.objective.name)
+    own = DpoHyperparametersResponse(**hyperparameters.model_dump(), beta=spec.objective.beta)
+    return MethodResponse(type="dpo", dpo=DpoResponse(hyperparameters=own))
 
 
 def _event(row: JobEvent) -> FineTuningEvent:
@@ -241,6 +253,9 @@ def _metrics(session: Session, job_id: str, limit: int, after: str | None) -> li
             data["valid_loss"] = found.loss
             if found.token_accuracy is not None:
                 data["valid_mean_token_accuracy"] = found.token_accuracy
+            for name, value in (found.rewards or {}).items():
+                if value is not None:
+                    data[f"valid_reward_{name}"] = value
         event_id = f"ftevent-{int(at * 1e6):014x}{step:012x}"
         if after is None or event_id < after:
             message = f"Step {step}: training loss={loss:.4f}"

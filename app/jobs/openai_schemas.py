@@ -9,6 +9,7 @@ from pydantic import Field, StringConstraints
 
 from app.contract.base import Request, ResponseModel
 from app.contract.model_reference import StartingModel
+from app.contract.objective import PreferenceName
 from app.datasets.dataset_config import DatasetOptions, FileId
 from app.jobs.request_schemas import JobOptions, Metadata
 from app.jobs.training_config import TrainingConfig
@@ -27,7 +28,15 @@ class Hyperparameters(Request):
         "auto", description="The effective batch: samples per optimizer step"
     )
     learning_rate_multiplier: Annotated[float, Field(gt=0, le=10_000)] | Auto = Field(
-        "auto", description="Multiplies training_config.learning_rate, or 5e-5 if that is not given"
+        "auto",
+        description="Multiplies training_config.learning_rate, or if that is not given, 5e-5 (dpo: 1e-6, or "
+        "1e-5 for adapters)",
+    )
+
+
+class DpoHyperparameters(Hyperparameters):
+    beta: Annotated[float, Field(gt=0, le=1000)] | Auto = Field(
+        "auto", description="How strongly differences of log-probabilities count; auto: 0.1"
     )
 
 
@@ -35,9 +44,21 @@ class Supervised(Request):
     hyperparameters: Hyperparameters = Field(default_factory=Hyperparameters)
 
 
+class Dpo(Request):
+    hyperparameters: DpoHyperparameters = Field(default_factory=DpoHyperparameters)
+
+
 class FineTuningMethod(Request):
-    type: Literal["supervised"]
+    """Other objectives are requested by `training_config.objective`."""
+
+    type: Literal["supervised", "dpo"]
     supervised: Supervised = Field(default_factory=Supervised)
+    dpo: Dpo = Field(default_factory=Dpo)
+
+    @property
+    def hyperparameters(self) -> Hyperparameters:
+        """Those of the chosen type."""
+        return self.dpo.hyperparameters if self.type == "dpo" else self.supervised.hyperparameters
 
 
 class FineTuningRequest(Request):
@@ -48,7 +69,7 @@ class FineTuningRequest(Request):
     validation_file: FileId | None = None
     method: FineTuningMethod | None = None
     hyperparameters: Hyperparameters | None = Field(
-        None, description="Deprecated: use method.supervised.hyperparameters"
+        None, description="Deprecated: use method.supervised.hyperparameters, or method.dpo.hyperparameters"
     )
     seed: int | None = Field(None, ge=0, lt=2**31)
     suffix: Suffix | None = Field(None, description="Becomes part of the trained model's name")
@@ -69,13 +90,22 @@ class HyperparametersResponse(ResponseModel):
     learning_rate_multiplier: float
 
 
+class DpoHyperparametersResponse(HyperparametersResponse):
+    beta: float
+
+
 class SupervisedResponse(ResponseModel):
     hyperparameters: HyperparametersResponse
 
 
+class DpoResponse(ResponseModel):
+    hyperparameters: DpoHyperparametersResponse
+
+
 class MethodResponse(ResponseModel):
-    type: Literal["supervised"] = "supervised"
-    supervised: SupervisedResponse
+    type: Literal["supervised"] | PreferenceName = "supervised"
+    supervised: SupervisedResponse | None = None
+    dpo: DpoResponse | None = None
 
 
 class FineTuningError(ResponseModel):

@@ -3,6 +3,8 @@
 from math import sqrt
 from typing import Literal
 
+from app.contract.objective import PreferenceSpec
+
 Rule = Literal["sqrt", "linear", "inverse", "none"]
 
 
@@ -48,3 +50,10 @@ appendix B, and the default of TRL."""
 
 PREFERENCE_LORA_LEARNING_RATE = 1e-5
 """For preference objectives with adapters, which take about ten times the rate of full fine-tuning."""
+
+
+def default_rate(objective: PreferenceSpec | None, *, adapters: bool) -> float:
+    """The rate that OpenAI's learning_rate_multiplier multiplies."""
+    if objective is None:
+        return DEFAULT_LEARNING_RATE
+    return PREFERENCE_LORA_LEARNING_RATE if adapters else PREFERENCE_LEARNING_RATE

@@ -54,9 +54,7 @@ def training_for(training: TrainingConfig, data: DataFormat) -> TrainingConfig:
         if "learning_rate" not in training.model_fields_set:
             adapters = training.method != "full"
             changes["learning_rate"] = PREFERENCE_LORA_LEARNING_RATE if adapters else PREFERENCE_LEARNING_RATE
-    resolved = training.model_copy(update=changes)
-    resolved.model_fields_set.intersection_update(training.model_fields_set)  # defaults stay defaults
-    return resolved
+    return training.model_copy(update=changes)
 
 
 def preference_spec(training: TrainingConfig) -> PreferenceSpec | None:

@@ -10,7 +10,7 @@ from app.errors import AccrueError, Unprocessable
 from app.jobs.openai_schemas import FineTuningRequest, Hyperparameters
 from app.jobs.request_schemas import TrainingRequest
 from app.planning.inputs import PlanningInputs
-from app.planning.learning_rate import DEFAULT_LEARNING_RATE
+from app.planning.learning_rate import default_rate
 from app.planning.recommendations import recommended_rate
 from app.settings import Settings
 from app.submissions import admission
@@ -21,6 +21,7 @@ _OPENAI_FIELDS = {
     "dataset_config.file_id": "training_file",
     "dataset_config.validation_file_id": "validation_file",
     "target_effective_batch_size": "hyperparameters.batch_size",
+    "training_config.objective": "method.type",
 }
 
 
@@ -38,8 +39,18 @@ def check(requested: FineTuningRequest, inputs: PlanningInputs, settings: Settin
 def _check(requested: FineTuningRequest, inputs: PlanningInputs, settings: Settings) -> AdmittedRequest:
     native = _to_native(requested)
     checked = admission.check(native, inputs, settings, suffix=requested.suffix)
-    if _uses_recommended_rate(requested):
-        spec = checked.submission.spec
+    spec = checked.submission.spec
+    chosen = _hyperparameters(requested)
+    if chosen.learning_rate_multiplier != "auto":
+        base = requested.training_config.learning_rate
+        if "learning_rate" not in requested.training_config.model_fields_set:
+            base = default_rate(spec.objective, adapters=spec.method.lora is not None)
+        training = native.training_config.model_copy(
+            update={"learning_rate": base * chosen.learning_rate_multiplier}
+        )
+        native = native.model_copy(update={"training_config": training})
+        checked = admission.check(native, inputs, settings, suffix=requested.suffix)
+    elif spec.objective is None and _uses_recommended_rate(requested):
         rate = recommended_rate(
             spec.model.architecture.parameters,
             spec.optimizer.name,
@@ -102,14 +113,14 @@ def _hyperparameters(requested: FineTuningRequest) -> Hyperparameters:
     older = requested.hyperparameters or Hyperparameters()
     if requested.method is None:
         return older
-    newer = requested.method.supervised.hyperparameters
+    newer, kind = requested.method.hyperparameters, requested.method.type
     chosen = {}
     for name in Hyperparameters.model_fields:
         own, other = getattr(newer, name), getattr(older, name)
         if "auto" not in (own, other) and own != other:
             raise Unprocessable(
-                f"{name} is {other} in hyperparameters and {own} in method.supervised.hyperparameters: leave "
-                "one out.",
+                f"{name} is {other} in hyperparameters and {own} in method.{kind}.hyperparameters: leave one "
+                "out.",
                 field=f"hyperparameters.{name}",
             )
         chosen[name] = other if own == "auto" else own
@@ -131,14 +142,25 @@ def _uses_recommended_rate(requested: FineTuningRequest) -> bool:
     return chosen == "auto" and "learning_rate" not in requested.training_config.model_fields_set
 
 
+def _with_objective(given: dict[str, Any], requested: FineTuningRequest) -> dict[str, Any]:
+    """The training configuration with the objective that the request's method means."""
+    if requested.method is None:
+        return given
+    name = "sft" if requested.method.type == "supervised" else requested.method.type
+    _check_agrees(given, "objective", name, "method.type")
+    beta = requested.method.dpo.hyperparameters.beta
+    if name != "dpo" or beta == "auto":
+        return {**given, "objective": name}
+    arguments = given.get("objective_args", {})
+    _check_agrees(arguments, "beta", beta, "method.dpo.hyperparameters.beta")
+    return {**given, "objective": name, "objective_args": {**arguments, "beta": beta}}
+
+
 def _training(requested: FineTuningRequest, chosen: Hyperparameters) -> dict[str, Any]:
-    given = requested.training_config.model_dump(exclude_unset=True)
+    given = _with_objective(requested.training_config.model_dump(exclude_unset=True), requested)
     if chosen.n_epochs != "auto":
         _check_agrees(given, "epochs", chosen.n_epochs, "hyperparameters.n_epochs")
         given["epochs"] = chosen.n_epochs
-    if chosen.learning_rate_multiplier != "auto":
-        base = given.get("learning_rate", DEFAULT_LEARNING_RATE)
-        given["learning_rate"] = base * chosen.learning_rate_multiplier
     if requested.seed is None:
         return given
     _check_agrees(given, "seed", requested.seed, "seed")
