@@ -277,7 +277,9 @@ def _line(job: dict[str, Any]) -> str:
 
 
 def _accuracy(result: dict[str, Any]) -> str:
-    share = result["eval_token_accuracy"]
+    share, rewards = result["eval_token_accuracy"], result.get("eval_rewards") or {}
+    if rewards.get("accuracy") is not None:
+        return f" ({rewards['accuracy']:.1%} of their pairs in the right order)"
     return "" if share is None else f" ({share:.1%} of their tokens predicted correctly)"
 
 

@@ -7,7 +7,7 @@ from pydantic import Field
 from app.contract.base import ResponseModel
 from app.contract.data_formats import DataFormat
 from app.contract.plan import Plan
-from app.contract.reports import NoiseScale, Tuning
+from app.contract.reports import NoiseScale, Rewards, Tuning
 from app.contract.spec import (
     Overlength,
     Tune,
@@ -85,6 +85,9 @@ class ResultResponse(ResponseModel):
     first_loss: float | None
     final_loss: float | None
     eval_loss: float | None = None
+    eval_rewards: Rewards | None = Field(
+        None, description="What a preference objective measured on the validation data"
+    )
     eval_token_accuracy: float | None = Field(
         None, description="Share of the validation data's target tokens that the model predicts"
     )

@@ -32,7 +32,9 @@ def loss_curve(metrics: dict[str, Any], path: Path, title: str, entropy: float |
     rate = axes.twinx()
     rate.plot(steps, [point["learning_rate"] for point in series], color="#d98c3f", linewidth=1)
     rate.set_ylabel("learning rate", color="#b06a20")
-    axes.set(xlabel="step", ylabel="loss, nats per token", title=title)
+    of_samples = any(point.get("rewards") for point in series)
+    unit = "loss" if of_samples else "loss, nats per token"
+    axes.set(xlabel="step", ylabel=unit, title=title)
     axes.legend(loc="upper right")
     axes.grid(alpha=0.3)
     FigureCanvasAgg(figure).print_figure(path, dpi=120)

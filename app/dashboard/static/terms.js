@@ -23,11 +23,15 @@ const TERMS = {
     "Samples that go through the model at once. The largest micro-batch that fits keeps the device busy; the gradients of several micro-batches are added up.",
   steps:
     "Micro-batches whose gradients are added up before the weights change. At a fixed effective batch, fewer steps mean larger micro-batches: more memory, not less.",
+  objective:
+    "sft imitates the samples. dpo, orpo and simpo learn from pairs of a chosen and a rejected answer; orpo and simpo need no reference model. kto learns from answers that are labelled as good or bad.",
   epochs: "How many times training goes through the data. 3 is a good start for fine-tuning; watch the loss on held-out samples.",
-  rate: "How far each step moves the weights. Use 5e-5 for full fine-tuning and 2e-4 for lora. With adamw, doubling the batch allows 1.4 times the rate. Several values, separated by commas, train a job for each: a sweep.",
+  rate: "How far each step moves the weights. If the field is empty: 5e-5 for full fine-tuning and 2e-4 for lora; for preferences, 1e-6 and 1e-5. With adamw, doubling the batch allows 1.4 times the rate. Several values, separated by commas, train a job for each: a sweep.",
   validation:
     "A share of the samples that is held out of training: its loss shows whether the model learns or memorises. 0.1 is usual.",
   loss: "The loss of each window (the effective batch of one step) in nats per token, averaged over its tokens, not over its micro-batches. It should fall quickly, then slowly.",
+  rewards:
+    "How much more probable the model has made an answer than the model that the job started from, times beta (orpo, simpo: its mean log-probability per token, times beta). Chosen answers should rise above rejected ones; if both fall far, lower the learning rate.",
   learning_rate: "The learning rate of each step: first the warmup, then the schedule.",
   grad_norm:
     "The length of the whole window's gradient before clipping. Spikes come from unusual samples; steady growth means that the learning rate is too high.",

@@ -96,7 +96,8 @@ export async function show(main, { id, signal }) {
 
 function makeCharts() {
   return {
-    loss: chart("Loss", { x: "step", y: "nats per token" }, help("loss")),
+    loss: chart("Loss", { x: "step", y: "nats per token; of preferences, per sample" }, help("loss")),
+    rewards: chart("Rewards", { x: "step", y: "mean over the samples" }, help("rewards")),
     rate: chart("Learning rate", { x: "step", y: "" }, help("learning_rate")),
     norm: chart("Gradient norm", { x: "step", y: "before clipping" }, help("grad_norm")),
     throughput: chart("Throughput", { x: "step", y: "tokens a second", format: "~s" }, help("throughput")),
@@ -118,6 +119,14 @@ async function draw(charts, { data: lines, evaluations }, job) {
   charts.noise.element.hidden = !withNoiseScale.length;
   const withTemperature = lines.filter((line) => line.temperature_celsius !== null);
   charts.heat.element.hidden = !withTemperature.length;
+  const withRewards = lines.filter((line) => line.rewards);
+  charts.rewards.element.hidden = !withRewards.length;
+  const reward = (name, shown, colour) => ({
+    x: withRewards.map((line) => line.step),
+    y: withRewards.map((line) => line.rewards[name]),
+    name: shown,
+    colour,
+  });
   const evaluated = evaluations.filter((each) => each.loss !== null);
   const validation = {
     x: evaluated.map((each) => each.step),
@@ -138,6 +147,13 @@ async function draw(charts, { data: lines, evaluations }, job) {
       ],
       { summary: `Loss ${span("loss_ema", 3)}.${best}` },
     ),
+    withRewards.length &&
+      charts.rewards.draw(
+        [reward("chosen", "chosen", "ok"), reward("rejected", "rejected", "bad"), reward("margin", "margin", "accent")],
+        {
+          summary: `Margin between rewards from ${fixed(withRewards[0].rewards.margin)} to ${fixed(withRewards.at(-1).rewards.margin)}.`,
+        },
+      ),
     charts.rate.draw([trace("learning_rate", "learning rate", { colour: "second" })], {
       summary: `Learning rate ${span("learning_rate", 6)}.`,
     }),
@@ -331,6 +347,10 @@ async function showOutcome(outcome, job, signal) {
       result.eval_loss !== null && fact("Loss on held-out samples", fixed(result.eval_loss), "validation"),
       result.eval_token_accuracy !== null &&
         fact("Tokens of held-out samples predicted correctly", percent(result.eval_token_accuracy)),
+      typeof result.eval_rewards?.accuracy === "number" &&
+        fact("Held-out pairs in the right order", percent(result.eval_rewards.accuracy), "rewards"),
+      typeof result.eval_rewards?.margin === "number" &&
+        fact("Margin between rewards, held-out", fixed(result.eval_rewards.margin), "rewards"),
       fact("Target tokens trained on", number(result.trained_tokens)),
       fact("Gradient check", certificate, "certificate"),
       noise && fact("Noise scale", formatNoiseScale(noise), "noise_scale"),

@@ -122,8 +122,8 @@ export async function show(main, { chosen, signal }) {
       ],
       ["", () => h("a", { href: `#/job/${job.id}` }, `…${job.id.slice(-6)}`)],
       [
-        `${job.model_name} ${method(job)}`,
-        () => [job.model_name, method(job) !== "full" && h("div", { class: "muted" }, method(job)), sweepLink(job)],
+        `${job.model_name} ${kind(job)}`,
+        () => [job.model_name, kind(job) && h("div", { class: "muted" }, kind(job)), sweepLink(job)],
       ],
       [
         state,
@@ -154,6 +154,12 @@ const sweepLink = ({ metadata: { sweep, sweep_values: values } }) =>
 /** The name of a job's training method, also if the method was given with options. */
 export function method({ training_config: { method = "full" } }) {
   return typeof method === "string" ? method : Object.keys(method)[0];
+}
+
+/** A job's objective and method, as far as they are not the usual ones. */
+export function kind(job) {
+  const { objective } = job.training_config;
+  return [objective && objective !== "sft" && objective, method(job) !== "full" && method(job)].filter(Boolean).join(", ");
 }
 
 /** The steps of a job. A tuning job ends before its last step, so no step count is shown. */

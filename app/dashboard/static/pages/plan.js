@@ -24,7 +24,6 @@ const DEFAULTS = {
   optimizer: "adamw",
   precision: "auto",
   epochs: "3",
-  rate: "5e-5",
 };
 const PARTS = ["weights", "gradients", "optimizer", "activations", "logits", "workspace", "context"];
 
@@ -41,6 +40,7 @@ const FORM_FIELDS = {
   micro_batch_size: "micro",
   accumulation_steps: "steps",
   learning_rate: "rate",
+  objective: "objective",
   file_id: "file",
   validation_split: "validation",
   gradient_checkpointing: "checkpointing",
@@ -104,6 +104,7 @@ export async function show(main, { chosen, signal }) {
     effective.textContent = batch
       ? `→ Effective batch: ${number(batch)}${sweep}`
       : "→ Effective batch: enter whole numbers above zero";
+    inputs.rate.placeholder = usualRate(values(), inputs.file.selectedOptions[0]?.dataset.format);
     shortVerdict.textContent = "";
     clearRefusals(form);
     predict(wait).catch((error) => {
@@ -156,6 +157,7 @@ export async function show(main, { chosen, signal }) {
       h("legend", {}, "Training"),
       wide(field("file", "Data", inputs.file)),
       wide(files.upload),
+      field("objective", "Objective", inputs.objective, "objective"),
       field("epochs", "Epochs", inputs.epochs, "epochs"),
       field("rate", "Learning rate", inputs.rate, "rate"),
       field("validation", "Validation split", inputs.validation, "validation"),
@@ -271,6 +273,7 @@ function makeInputs(chosen) {
     micro: whole("micro"),
     steps: whole("steps"),
     file: h("select", {}),
+    objective: select([["", "by the data"], ["sft", "sft: imitate"], "dpo", "orpo", "simpo", "kto"], at("objective")),
     epochs: whole("epochs"),
     rate: text("rate"),
     validation: text("validation", { inputmode: "decimal", placeholder: "0.1" }),
@@ -290,6 +293,13 @@ const check = (element) => {
 /** The values that differ from the defaults. */
 function nonDefaults(values) {
   return Object.fromEntries(Object.entries(values).filter(([name, value]) => value !== (DEFAULTS[name] ?? "")));
+}
+
+/** The learning rate that the service uses if none is given. */
+function usualRate({ method, objective }, format) {
+  const imitates = objective ? objective === "sft" : !["preference", "unpaired_preference"].includes(format);
+  if (method === "full") return imitates ? "5e-5" : "1e-6";
+  return imitates ? "2e-4" : "1e-5";
 }
 
 const whole = (text) => (/^[1-9]\d{0,8}$/.test(text) ? Number(text) : null);
@@ -346,6 +356,7 @@ function jobRequestBody(values) {
     training_config: {
       epochs: asNumber(values.epochs),
       learning_rate: asNumber(listed(values.rate)[0]),
+      objective: values.objective || undefined,
       method: values.method,
       optimizer: values.optimizer,
       gradient_checkpointing: values.checkpointing === "true",
@@ -404,7 +415,10 @@ function isComplete(values) {
     model: values.model ? "" : "Choose a model.",
     file: values.file ? "" : "Choose a file, or upload one.",
     epochs: whole(values.epochs) || !values.epochs ? "" : "A whole number above zero.",
-    rate: listed(values.rate).every((each) => Number(each) > 0) ? "" : "Numbers above zero, such as 5e-5, separated by commas.",
+    rate:
+      !values.rate || listed(values.rate).every((each) => Number(each) > 0)
+        ? ""
+        : "Numbers above zero, such as 5e-5, separated by commas.",
     target:
       values.batch !== "target" || listed(values.target).every(whole) ? "" : "Whole numbers above zero, separated by commas.",
     validation:
@@ -592,7 +606,11 @@ function fileChoice(chooser) {
       chooser,
       h("option", { value: "" }, own.length ? "choose a file" : "upload a file first"),
       own.map((file) =>
-        h("option", { value: file.id, selected: file.id === chosen }, `${file.filename} (${bytes(file.bytes)}, ${day(file)})`),
+        h(
+          "option",
+          { value: file.id, selected: file.id === chosen, "data-format": file.format ?? "" },
+          `${file.filename} (${bytes(file.bytes)}, ${day(file)})`,
+        ),
       ),
     );
   }
