@@ -49,7 +49,7 @@ def import_jobs(
     url: Url = DEFAULT_URL,
     as_json: AsJson = False,
 ) -> None:
-    """Import supervised fine-tuning jobs of an OpenAI account, with their files and hyperparameters.
+    """Import supervised and DPO jobs of an OpenAI account, with their files and hyperparameters.
 
     The account is that of OPENAI_API_KEY (and OPENAI_BASE_URL). Jobs that were imported before are left out.
     """
