@@ -13,6 +13,7 @@ from app import __version__, logs
 from app.datasets import file_routes, preview_routes
 from app.devices import routes as device_routes
 from app.errors import BadSetting
+from app.exports import routes as export_routes
 from app.inference import requests as inference_requests
 from app.inference import routes as inference_routes
 from app.inference.answers import AnswerReader
@@ -68,6 +69,7 @@ _PROBLEM = {"model": Problem, "description": "What is wrong, with the field and 
 
 _NATIVE = (
     job_routes,
+    export_routes,
     result_routes,
     sweep_routes,
     statistics_routes,

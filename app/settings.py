@@ -131,6 +131,10 @@ class Settings(BaseSettings):
     inference_yields: bool = Field(
         True, description="Training has priority: a model that answers on a GPU leaves it to a queued job"
     )
+    gguf_converter: str | None = Field(
+        None,
+        description="Path of llama.cpp's convert_hf_to_gguf.py, with which a worker exports models as GGUF",
+    )
     gpu_hour_cost: float | None = Field(
         None,
         ge=0,

@@ -27,7 +27,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "app.planning.recommendation_inputs",
         "app.planning.job_advice",
     ),
-    ("app.submissions", "app.inference"),
+    ("app.submissions", "app.inference", "app.exports"),
     ("app.sweeps",),
     ("app.maintenance", "app.observability"),
     ("app.web",),

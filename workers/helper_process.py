@@ -103,6 +103,11 @@ def profiler(settings: Settings) -> HelperProcess:
     return HelperProcess(settings, "profiler", "profiling", hidden, restart_seconds=30.0)
 
 
+def exports(settings: Settings) -> HelperProcess:
+    """`python -m workers.exports`, which makes exports. It ends when none is waiting."""
+    return HelperProcess(settings, "export process", "exports", {}, restart_seconds=1.0, grace_seconds=5.0)
+
+
 def inference(settings: Settings) -> HelperProcess:
     """`python -m workers.inference`, which answers requests. It ends after a time without any
     (ACCRUE_INFERENCE_IDLE_SECONDS)."""

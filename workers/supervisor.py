@@ -20,6 +20,7 @@ from app.contract.fail_points import fail_point
 from app.contract.reports import Failure
 from app.devices import live_workers
 from app.errors import ReplacedDatabase
+from app.exports import requests as export_requests
 from app.inference import requests
 from app.jobs import placement, queue, transitions
 from app.jobs.queue import Offer
@@ -97,12 +98,15 @@ class Supervisor:
         self.slots.measure_contexts()  # before a job needs the GPUs
         profiler = helper_process.profiler(self.settings)
         inference = helper_process.inference(self.settings)
+        exports = helper_process.exports(self.settings)
         with self.leases.at_work():
             while not self.stopped:
                 if self.settings.profiler:
                     profiler.keep_alive()
                 if self._answers_are_expected(inference):
                     inference.keep_alive()
+                if self._exports_are_expected(exports):
+                    exports.keep_alive()
                 self.turn()
                 done = False
                 with self._guarded(None):
@@ -113,6 +117,7 @@ class Supervisor:
                 time.sleep(self.settings.poll_seconds)
             profiler.end()
             inference.end()
+            exports.end()
             for running in self.running:
                 self._interrupt(running, "the worker was shut down")
             while self.running or self.leaving:
@@ -135,6 +140,14 @@ class Supervisor:
             return True
         with self._guarded(None), self.database.reading() as session:
             return requests.any_free(session)
+        return False
+
+    def _exports_are_expected(self, exports: HelperProcess) -> bool:
+        """Whether the export process should run: an export waits."""
+        if self.draining or exports.is_alive:
+            return False
+        with self._guarded(None), self.database.reading() as session:
+            return export_requests.any_free(session)
         return False
 
     def _is_done(self) -> bool:

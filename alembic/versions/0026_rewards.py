@@ -5,9 +5,9 @@ Revises: 0025
 """
 
 import sqlalchemy as sa
+from sqlalchemy.dialects import postgresql
 
 from alembic import op
-from sqlalchemy.dialects import postgresql
 
 DOCUMENT = sa.JSON().with_variant(postgresql.JSONB(), "postgresql")
 

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from app import __version__
-from app.cli import benchmark, chat, import_openai, jobs, keys, resources, service, submit, sweeps
+from app.cli import benchmark, chat, exports, import_openai, jobs, keys, resources, service, submit, sweeps
 from app.cli.client import ServiceError, printable
 from app.errors import AccrueError
 
@@ -20,7 +20,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for part in (submit, sweeps, import_openai, jobs, chat, resources, benchmark, service):
+for part in (submit, sweeps, import_openai, jobs, chat, exports, resources, benchmark, service):
     app.add_typer(part.commands)
 app.add_typer(keys.commands, name="keys")
 errors = Console(stderr=True)

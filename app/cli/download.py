@@ -1,4 +1,4 @@
-"""Downloads a trained model, and unpacks its tar while it arrives."""
+"""Downloads a trained model or an export, and unpacks its tar while it arrives."""
 
 import re
 import secrets
@@ -34,6 +34,15 @@ def fetch_model(client: Client, job_id: str, folder: Path) -> list[str]:
             f"{folder} already exists: run accrue download {job_id} FOLDER with a folder that does not "
             "exist yet"
         )
+    return fetch_tar(client, f"/gradient-accumulation/training/{job_id}/model", folder)
+
+
+def fetch_tar(client: Client, path: str, folder: Path) -> list[str]:
+    """Downloads a tar of plain files and unpacks it into a new folder. Returns the names of the files.
+
+    Raises:
+        ServiceError: there is none, or the download was cut off; no folder is left behind.
+    """
     unfinished = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.part")
     unfinished.mkdir(parents=True)
     columns = (
@@ -44,7 +53,7 @@ def fetch_model(client: Client, job_id: str, folder: Path) -> list[str]:
     )
     try:
         with (
-            client.stream(f"/gradient-accumulation/training/{job_id}/model") as answer,
+            client.stream(path) as answer,
             Progress(*columns, console=console) as bar,
         ):
             task = bar.add_task(folder.name, total=int(answer.headers.get("content-length", 0)) or None)

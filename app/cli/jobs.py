@@ -140,7 +140,7 @@ def sample(job_id: NewestModel = "", url: Url = DEFAULT_URL, as_json: AsJson = F
     from app.cli.tables import show_completions
 
     with Client(url) as client:
-        job_id = job_id or _newest_with_model(client)
+        job_id = job_id or newest_with_model(client)
         found = client.get(f"{ROOT}/{job_id}/completions")
     if as_json:
         typer.echo(json.dumps(found, indent=2))
@@ -161,7 +161,7 @@ def download(
     from app.cli.download import fetch_model
 
     with Client(url) as client:
-        job_id = job_id or _newest_with_model(client)
+        job_id = job_id or newest_with_model(client)
         target = folder or Path(job_id)
         files = fetch_model(client, job_id, target)
     typer.echo(f"{target}: {', '.join(sorted(files))}")
@@ -197,7 +197,7 @@ def _newest(client: Client) -> str:
     return str(data[0]["id"])
 
 
-def _newest_with_model(client: Client) -> str:
+def newest_with_model(client: Client) -> str:
     """The newest job that has a model; tuning jobs have none."""
     for job in client.get(ROOT, params={"limit": 100, "status": "succeeded"})["data"]:
         if job["links"]["model"] is not None:

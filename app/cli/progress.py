@@ -1,7 +1,7 @@
-"""Progress of uploads, on a terminal."""
+"""Progress of uploads and of waiting, on a terminal."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import BinaryIO
 
 from rich.console import Console
@@ -43,3 +43,10 @@ class _Noted:
 
     def __iter__(self) -> Iterator[bytes]:
         return iter(lambda: self.read(2**16), b"")  # type: ignore[operator]
+
+
+@contextmanager
+def waiting(what: str, *, quiet: bool) -> Iterator[None]:
+    """Shows on a terminal that something is going on."""
+    with nullcontext() if quiet else Console(stderr=True).status(f"{what} …"):
+        yield

@@ -3,7 +3,7 @@
 import os
 import re
 import tarfile
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import BinaryIO, TypeVar
@@ -40,12 +40,13 @@ def remove_run(settings: Settings, job_id: str) -> bool:
 
 
 def remove_models(settings: Settings, job_id: str) -> None:
-    """Deletes the files of a job's model, and of its replicas' models."""
+    """Deletes the files of a job's model, of its exports, and of its replicas' models."""
     with suppress(OSError), open_folder(settings.runs_dir, job_id) as run, os.scandir(run) as entries:
         names = [entry.name for entry in entries]
         for replica in filter(_REPLICA.fullmatch, names):
             remove_tree(settings.runs_dir, job_id, replica, "model")
     remove_tree(settings.runs_dir, job_id, "model")
+    remove_tree(settings.runs_dir, job_id, "exports")
 
 
 def completions(settings: Settings, job_id: str) -> Completions:
@@ -102,7 +103,19 @@ def model_files(
         named: the names in the job's result; other files of the folder are not opened.
         replica: the independent replica whose model it is; None for the job's own.
     """
-    folder = (job_id, "model") if replica is None else (job_id, f"replica-{replica}", "model")
+    return open_files(
+        settings, (job_id, "model") if replica is None else (job_id, f"replica-{replica}", "model"), named
+    )
+
+
+def open_files(
+    settings: Settings, folder: Sequence[str], named: Collection[str]
+) -> dict[str, BinaryIO] | None:
+    """As `model_files`, of any folder among the run directories.
+
+    Args:
+        folder: its path, part by part.
+    """
     with ExitStack() as opened:
         try:
             there = plain_files(settings.runs_dir, *folder)

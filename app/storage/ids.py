@@ -17,6 +17,7 @@ Kind = Literal[
     "preview",
     "sweep",
     "inference",
+    "export",
 ]
 
 

@@ -395,6 +395,27 @@ class PreviewRequest(Base):
     """Why there is no answer."""
 
 
+class Export(Base):
+    """An export of a job's model. Its files are in the job's run directory."""
+
+    __tablename__ = "exports"
+    __table_args__ = (Index(None, "job_id"),)
+
+    id: Mapped[str] = mapped_column(primary_key=True)
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id", ondelete="CASCADE"))
+    created_at: Mapped[float]
+    finished_at: Mapped[float | None]
+    status: Mapped[str]
+    """queued, running, succeeded or failed."""
+    order: Mapped[dict[str, Any]]
+    result: Mapped[Any] = mapped_column(Json, nullable=True)
+    error: Mapped[str | None]
+    claimed_at: Mapped[float | None]
+    """When the process that makes it said so last."""
+    claimed_by: Mapped[str | None]
+    attempts: Mapped[int] = mapped_column(server_default="0")
+
+
 class InferenceRequest(Base):
     """A request to a model; deleted, with the parts of the answer, once these have been read."""
 

@@ -66,12 +66,24 @@ def with_layers(model: Any, layers: Iterable[Layer]) -> Any:
         if layer.lora is None:
             _copy(weights_of(path / _CHECKPOINT, layer), dict(model.named_parameters()), layer)
         else:
-            adapted = with_adapters(model, layer.lora, seed=0, saved=_adapter_names(path, layer))
+            adapted = with_saved_adapters(model, (layer, path))
             check_mergeable(adapted)
-            _load(adapted, layer, path)
             model = adapted.merge_and_unload()
             model.requires_grad_(True)  # which peft has set to false
     return model
+
+
+def with_saved_adapters(model: Any, layer: Layer) -> Any:
+    """The model with a layer's adapters, not merged.
+
+    Raises:
+        CannotTrain: they do not belong to the model.
+    """
+    own, path = layer
+    assert own.lora is not None, "a layer of adapters"
+    adapted = with_adapters(model, own.lora, seed=0, saved=_adapter_names(path, own))
+    _load(adapted, own, path)
+    return adapted
 
 
 def names_of_continued(assignment: Assignment) -> frozenset[str]:

@@ -1,0 +1,1 @@
+"""Exports of trained models, which a worker makes and verifies."""

@@ -1,0 +1,145 @@
+"""Exports as rows: the service inserts them, and a worker's export process claims them and stores the result.
+
+The files are in `runs/<job>/exports/<id>` in the data folder, which the service and the worker share.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import ColumnElement, and_, func, or_, select, update
+
+from app.contract.export import ExportOrder, ExportResult
+from app.contract.text import storable, storable_values
+from app.devices import live_workers
+from app.errors import Conflict
+from app.settings import Settings
+from app.storage.database import database_now
+from app.storage.disk import remove_tree
+from app.storage.ids import new_id
+from app.storage.session import OF_EVERYONE, Session
+from app.storage.tables import Export
+
+CLAIM_SECONDS = 15.0
+"""Seconds after which a claim that was not renewed ends: the process that made it has ended."""
+
+RENEWAL_SECONDS = 3.0
+MAX_ATTEMPTS = 2
+"""How many times an export is tried: one that ends the process twice has failed."""
+
+MAX_KEPT = 20
+"""The maximum number of exports of a job that exist at the same time."""
+
+
+@dataclass(frozen=True)
+class Claimed:
+    """An export that a process makes."""
+
+    id: str
+    job_id: str
+    order: dict[str, Any]
+    attempts: int
+
+
+def folder_of(settings: Settings, job_id: str, export_id: str) -> Path:
+    """Where an export is made; its files are in `files` below."""
+    return settings.runs_dir / job_id / "exports" / export_id
+
+
+def add(session: Session, job_id: str, order: ExportOrder) -> Export:
+    """Stores an order.
+
+    Raises:
+        Conflict: no worker is running, or the job has too many exports.
+    """
+    if not live_workers.any_alive(session):
+        raise Conflict("No worker is running to make the export: start one with accrue worker.")
+    count = select(func.count()).select_from(Export).where(Export.job_id == job_id)
+    if session.execute(count).scalar_one() >= MAX_KEPT:
+        raise Conflict(f"The job has {MAX_KEPT} exports: delete some of them first.")
+    export = Export(
+        id=new_id("export"),
+        job_id=job_id,
+        created_at=session.execute(select(database_now())).scalar_one(),
+        status="queued",
+        order=storable_values(order.model_dump(mode="json")),
+    )
+    session.add(export)
+    session.flush()
+    return export
+
+
+def of_job(session: Session, job_id: str) -> list[Export]:
+    """A job's exports, newest first."""
+    return list(session.scalars(select(Export).where(Export.job_id == job_id).order_by(Export.id.desc())))
+
+
+def find(session: Session, job_id: str, export_id: str) -> Export | None:
+    """An export of a job."""
+    found = session.get(Export, export_id)
+    return found if found is not None and found.job_id == job_id else None
+
+
+def remove(session: Session, settings: Settings, export: Export) -> None:
+    """Deletes an export; a process that is making it notices when it next renews its claim."""
+    session.delete(export)
+    remove_tree(settings.runs_dir, export.job_id, "exports", export.id)
+
+
+def _is_free() -> ColumnElement[bool]:
+    """The condition that an export is wanted, and that no process is making it."""
+    silent = Export.claimed_at < database_now() - CLAIM_SECONDS
+    return or_(Export.status == "queued", and_(Export.status == "running", silent))
+
+
+def any_free(session: Session) -> bool:
+    """Whether an export waits for a process."""
+    query = select(Export.id).where(_is_free()).limit(1)
+    return session.execute(query, execution_options=OF_EVERYONE).first() is not None
+
+
+def claim(session: Session, process: str) -> Claimed | None:
+    """Claims the oldest export that no process is making."""
+    oldest = select(Export.id).where(_is_free()).order_by(Export.id).limit(1)
+    found = session.execute(
+        oldest.with_for_update(skip_locked=True), execution_options=OF_EVERYONE
+    ).scalar_one_or_none()
+    if found is None:
+        return None
+    row = session.execute(
+        update(Export)
+        .where(Export.id == found, _is_free())
+        .values(status="running", claimed_at=database_now(), claimed_by=process, attempts=Export.attempts + 1)
+        .returning(Export.id, Export.job_id, Export.order, Export.attempts)
+    ).one_or_none()
+    return None if row is None else Claimed(row.id, row.job_id, row.order, row.attempts)
+
+
+def renew(session: Session, process: str, export_id: str) -> bool:
+    """Renews a claim. Returns whether the process still has it: the export may have been deleted."""
+    own = Export.id == export_id, Export.claimed_by == process, Export.status == "running"
+    renewed = update(Export).where(*own).values(claimed_at=database_now()).returning(Export.id)
+    return session.execute(renewed).one_or_none() is not None
+
+
+def finish(session: Session, process: str, export_id: str, result: ExportResult) -> bool:
+    """Stores how an export ended. Returns whether the process still had it."""
+    own = Export.id == export_id, Export.claimed_by == process, Export.status == "running"
+    values = {
+        "status": "succeeded" if result.error is None else "failed",
+        "result": storable_values(result.model_dump(mode="json")),
+        "error": None if result.error is None else storable(result.error),
+        "finished_at": database_now(),
+    }
+    return (
+        session.execute(update(Export).where(*own).values(values).returning(Export.id)).one_or_none()
+        is not None
+    )
+
+
+def release(session: Session, process: str, export_id: str) -> None:
+    """Returns a claimed export, which another process may then claim at once."""
+    own = Export.id == export_id, Export.claimed_by == process, Export.status == "running"
+    session.execute(
+        update(Export).where(*own).values(status="queued", claimed_by=None, attempts=Export.attempts - 1)
+    )

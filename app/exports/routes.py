@@ -1,0 +1,219 @@
+"""Routes that make, show and hand out exports of trained models."""
+
+from shlex import quote
+from typing import Annotated
+
+from fastapi import APIRouter, Path
+from fastapi.responses import Response, StreamingResponse
+
+from app.contract.export import FILES, ExportOrder, ExportResult
+from app.contract.model_reference import ModelReference
+from app.contract.spec import Spec
+from app.errors import Conflict, NotFound, Unprocessable
+from app.exports import requests
+from app.exports.schemas import (
+    ExportCommands,
+    ExportDeleted,
+    ExportList,
+    ExportRequest,
+    ExportResponse,
+)
+from app.jobs import transitions
+from app.jobs.responses import PREFIX
+from app.models import starting_models, trained_models
+from app.results import run_files
+from app.storage.session import Session
+from app.storage.tables import Export
+from app.web.dependencies import (
+    CurrentDatabase,
+    CurrentSettings,
+    JobId,
+    Reading,
+    Slowly,
+    StreamOf,
+    Writing,
+)
+from app.web.sessions import SessionRoute
+
+router = APIRouter(prefix="/training", tags=["training"], route_class=SessionRoute)
+
+ExportId = Annotated[str, Path(max_length=100, description="export-…")]
+
+
+@router.post(
+    "/{training_id}/exports",
+    status_code=202,
+    summary="Export a trained model, compared with the original",
+    response_model=ExportResponse,
+)
+async def create(
+    requested: ExportRequest,
+    database: CurrentDatabase,
+    settings: CurrentSettings,
+    slowly: Slowly,
+    training_id: JobId,
+) -> ExportResponse:
+    """A worker makes the export, loads it as its users will, and compares its predictions on held-out samples
+    with those of the trained model. Only an export that agrees succeeds."""
+
+    def made() -> ExportResponse:
+        with database.reading() as session:
+            job = transitions.get(session, training_id)
+            if job.status != "succeeded" or not trained_models.has_model(job, settings):
+                raise Conflict(f"Job {training_id} has no model to export.")
+            spec, name = Spec.model_validate(job.spec), trained_models.name_of(job)
+        order = _order(requested, spec, name, starting_models.find_for_training(name, database, settings)[0])
+        with database.writing() as session:
+            transitions.get(session, training_id)
+            export = requests.add(session, training_id, order)
+            return _answer(export)
+
+    found: ExportResponse = await slowly(made)
+    return found
+
+
+def _order(requested: ExportRequest, spec: Spec, name: str, model: ModelReference) -> ExportOrder:
+    """The order to a worker.
+
+    Raises:
+        Unprocessable: the model has no adapters to export.
+    """
+    has_adapters = bool(model.layers) and model.layers[-1].lora is not None
+    if requested.format == "adapter" and not has_adapters:
+        raise Unprocessable(
+            f"{name} is a whole model, without adapters: choose the format merged.", field="format"
+        )
+    validation = spec.data.validation
+    own_file = validation is not None and validation.file_id is not None
+    data = spec.data
+    if own_file:
+        assert validation is not None
+        changes = {"format": validation.format, "validation": validation}
+        data = data.model_copy(update=changes)
+    return ExportOrder(
+        model=model,
+        quantised_base=spec.method.name == "qlora",
+        name=name,
+        format=requested.format,
+        type=requested.type,
+        data=data,
+        data_file=(validation.file_id if validation is not None else None) or data.file_id,
+        seed=spec.seed,
+    )
+
+
+@router.get("/{training_id}/exports", summary="A job's exports, newest first")
+def list_exports(session: Reading, training_id: JobId) -> ExportList:
+    transitions.get(session, training_id)
+    return ExportList(data=[_answer(each) for each in requests.of_job(session, training_id)])
+
+
+@router.get("/{training_id}/exports/{export_id}", summary="An export")
+def show(session: Reading, training_id: JobId, export_id: ExportId) -> ExportResponse:
+    return _answer(_found(session, training_id, export_id))
+
+
+@router.delete("/{training_id}/exports/{export_id}", summary="Delete an export")
+def delete(
+    session: Writing, settings: CurrentSettings, training_id: JobId, export_id: ExportId
+) -> ExportDeleted:
+    """Deletes its files too; one that is being made is cancelled."""
+    requests.remove(session, settings, _found(session, training_id, export_id))
+    return ExportDeleted(id=export_id)
+
+
+@router.get(
+    "/{training_id}/exports/{export_id}/files",
+    summary="An export's files as a tar",
+    response_class=StreamingResponse,
+)
+def files(
+    session: Reading,
+    settings: CurrentSettings,
+    opened: StreamOf,
+    training_id: JobId,
+    export_id: ExportId,
+) -> Response:
+    export = _found(session, training_id, export_id)
+    if export.status != "succeeded":
+        raise Conflict(f"The export {export_id} is {export.status}: it has no files.")
+    named = [each.name for each in ExportResult.model_validate(export.result).files]
+    if len(named) > run_files.MAX_MODEL_FILES:
+        raise Conflict(f"The export {export_id} has too many files to be downloaded as one.")
+    found = run_files.open_files(settings, (training_id, "exports", export_id, FILES), named)
+    if found is None:
+        raise NotFound(f"The files of the export {export_id} are no longer in the data folder.")
+    return opened(
+        run_files.tar_of(found, export_id),
+        lambda: run_files.close(found),
+        media_type="application/x-tar",
+        files=len(found),
+        headers={
+            "Content-Length": str(run_files.tar_size(found, export_id)),
+            "Content-Disposition": f'attachment; filename="{export_id}.tar"',
+        },
+    )
+
+
+def _found(session: Session, training_id: str, export_id: str) -> Export:
+    """An export of a job that the caller sees.
+
+    Raises:
+        NotFound: there is none.
+    """
+    transitions.get(session, training_id)
+    export = requests.find(session, training_id, export_id)
+    if export is None:
+        raise NotFound(f"Job {training_id} has no export {export_id}.")
+    return export
+
+
+def _answer(export: Export) -> ExportResponse:
+    order = ExportOrder.model_validate(export.order)
+    result = ExportResult() if export.result is None else ExportResult.model_validate(export.result)
+    succeeded = export.status == "succeeded"
+    return ExportResponse(
+        id=export.id,
+        training_id=export.job_id,
+        format=order.format,
+        type=result.type if succeeded else order.type,
+        status=export.status,
+        error=export.error,
+        created_at=export.created_at,
+        finished_at=export.finished_at,
+        files=list(result.files),
+        bytes=sum(each.bytes for each in result.files),
+        verification=result.verification,
+        notes=list(result.notes),
+        commands=_commands(order) if succeeded else None,
+        download=f"{PREFIX}/training/{export.job_id}/exports/{export.id}/files" if succeeded else None,
+    )
+
+
+def _commands(order: ExportOrder) -> ExportCommands:
+    served = order.name.replace(":", "-").replace("/", "-")
+    if order.format == "adapter":
+        base = order.model.base_name
+        lora = order.model.layers[-1].lora
+        rank = 16 if lora is None else lora.r
+        return ExportCommands(
+            transformers="from peft import PeftModel; from transformers import AutoModelForCausalLM; "
+            f'model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{base}"), "DIR")',
+            vllm=f"vllm serve {quote(base)} --enable-lora --max-lora-rank {max(8, rank)} "
+            f"--lora-modules {quote(served)}=DIR",
+            ollama=None,
+        )
+    if order.format == "gguf":
+        return ExportCommands(
+            transformers="from transformers import AutoModelForCausalLM; "
+            'model = AutoModelForCausalLM.from_pretrained("DIR", gguf_file="model.gguf")',
+            vllm=None,
+            ollama=f"ollama create {quote(served)} -f DIR/Modelfile",
+        )
+    return ExportCommands(
+        transformers="from transformers import AutoModelForCausalLM, AutoTokenizer; "
+        'model = AutoModelForCausalLM.from_pretrained("DIR"); '
+        'tokenizer = AutoTokenizer.from_pretrained("DIR")',
+        vllm=f"vllm serve DIR --served-model-name {quote(served)}",
+        ollama=f"ollama create {quote(served)} -f DIR/Modelfile",
+    )

@@ -1,0 +1,1 @@
+"""Makes exports of trained models, and compares them with the trained model."""

@@ -1,0 +1,194 @@
+"""`python -m workers.exports`: makes the exports that are waiting, one after the other, and ends."""
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import structlog
+from pydantic import ValidationError
+from sqlalchemy.exc import OperationalError
+
+from app import PACKAGE_PREFIX, PACKAGES_FOLDER
+from app.contract.export import ExportOrder, ExportResult
+from app.contract.plain_files import read_plain
+from app.errors import ReplacedDatabase
+from app.exports import requests
+from app.exports.requests import Claimed
+from app.logs import configure
+from app.models import base_models
+from app.settings import Settings, get_settings
+from app.storage.database import Database
+from app.storage.disk import remove_tree
+from app.storage.ids import new_id
+from workers.children import children_of, wait_until_gone
+from workers.exports.protocol import RESULT, ExportTask
+from workers.run_directory import TOKEN_VARIABLE
+from workers.stop_signals import StopSignals
+from workers.trainer_process import WITHOUT_NETWORK, device_environment, pipe_with
+from workers.training.lifeline import end_with_supervisor
+
+log = structlog.get_logger("accrue.export")
+
+_RETRY_SECONDS = 2.0
+_LOOK_SECONDS = 0.2
+_MOST_SECONDS = 6 * 3600.0
+_MOST_RESULT_BYTES = 2**20
+_ENDS_WITHIN_SECONDS = 10.0
+_NICENESS = 5
+"""Of this process and its children: trainers on the same machine have priority."""
+
+_CRASHED = (
+    "the process that made the export ended: usually, the machine has too little memory for the model's "
+    "weights in fp32; look at the worker's log"
+)
+
+
+def main() -> None:
+    """Runs until nothing is waiting, until SIGTERM, or until the supervisor that started it has gone."""
+    end_with_supervisor()
+    settings = get_settings()
+    configure(settings.log_level, settings.log_format)
+    database = Database(settings.resolved_database_url)
+    os.nice(_NICENESS)
+    stop, process = StopSignals(), new_id("export")
+    try:
+        while not stop.received:
+            try:
+                with database.writing() as session:
+                    claimed = requests.claim(session, process)
+                if claimed is None:
+                    return
+                _make(claimed, process, settings, database, lambda: stop.received)
+            except OperationalError as error:
+                log.warning("the database did not answer", error=str(error.orig))
+                time.sleep(_RETRY_SECONDS)
+            except ReplacedDatabase as error:
+                log.error("nothing can be stored", error=error.message)
+                time.sleep(_RETRY_SECONDS)
+    finally:
+        database.close()
+
+
+def _make(
+    claimed: Claimed, process: str, settings: Settings, database: Database, stopped: Callable[[], bool]
+) -> None:
+    """Makes one export in a child process, and stores how it ended."""
+    log.info("making an export", export=claimed.id, job=claimed.job_id)
+    folder = requests.folder_of(settings, claimed.job_id, claimed.id)
+    if claimed.attempts > requests.MAX_ATTEMPTS:
+        result: ExportResult | None = ExportResult(error=_CRASHED)
+    else:
+        result = _in_child(claimed, process, folder, settings, database, stopped)
+    if result is None:
+        return
+    if result.error is not None:
+        remove_tree(folder)
+    with database.writing() as session:
+        kept = requests.finish(session, process, claimed.id, result)
+    if not kept:
+        remove_tree(folder)
+    log.info("an export ended", export=claimed.id, job=claimed.job_id, error=result.error)
+
+
+def _in_child(
+    claimed: Claimed,
+    process: str,
+    folder: Path,
+    settings: Settings,
+    database: Database,
+    stopped: Callable[[], bool],
+) -> ExportResult | None:
+    """Runs the child to its end. Returns None if the export was deleted or released meanwhile."""
+    order = ExportOrder.model_validate(claimed.order)
+    try:
+        path = base_models.path_of(order.model, settings)
+        layer_paths = base_models.layer_paths(order.model, settings)
+    except ValueError as error:
+        return ExportResult(error=str(error))
+    remove_tree(folder)
+    folder.mkdir(parents=True)
+    with tempfile.TemporaryDirectory(prefix="accrue-export-") as temporary:
+        task = ExportTask(
+            order=order,
+            path=path,
+            layer_paths=layer_paths,
+            data=str(settings.files_dir.resolve() / order.data_file),
+            folder=str(folder.resolve()),
+            temporary=temporary,
+            hidden=str(settings.data_dir.resolve()) if settings.trainer_isolation else None,
+            converter=settings.gguf_converter,
+        )
+        child = _started(task, settings)
+        try:
+            if not _awaited(child, claimed, process, database, stopped):
+                return None
+            return _result(Path(temporary)) or ExportResult(error=_CRASHED)
+        finally:
+            inner = children_of(child.pid)
+            child.kill()
+            child.wait()
+            wait_until_gone(inner, _ENDS_WITHIN_SECONDS)
+
+
+def _started(task: ExportTask, settings: Settings) -> "subprocess.Popen[bytes]":
+    command = [sys.executable, "-m", f"{PACKAGE_PREFIX}workers.exports.export_main"]
+    token = pipe_with(os.environ.get("HF_TOKEN", ""))
+    try:
+        child = subprocess.Popen(
+            command if settings.trainer_network else [*WITHOUT_NETWORK, *command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            env={**device_environment([]), TOKEN_VARIABLE: str(token)},
+            pass_fds=[token],
+            start_new_session=True,
+            cwd=PACKAGES_FOLDER,
+        )
+    finally:
+        os.close(token)
+    assert child.stdin is not None
+    with suppress(BrokenPipeError), child.stdin:
+        child.stdin.write(task.model_dump_json().encode())
+    return child
+
+
+def _awaited(
+    child: "subprocess.Popen[bytes]",
+    claimed: Claimed,
+    process: str,
+    database: Database,
+    stopped: Callable[[], bool],
+) -> bool:
+    """Waits for the child, and renews the claim. Returns False if the export is not wanted any more, or if
+    this process has to stop."""
+    until = time.monotonic() + _MOST_SECONDS
+    renewed = time.monotonic()
+    while child.poll() is None and time.monotonic() < until:
+        if stopped():
+            with database.writing() as session:
+                requests.release(session, process, claimed.id)
+            return False
+        if time.monotonic() - renewed >= requests.RENEWAL_SECONDS:
+            with database.writing() as session:
+                if not requests.renew(session, process, claimed.id):
+                    return False
+            renewed = time.monotonic()
+        time.sleep(_LOOK_SECONDS)
+    return True
+
+
+def _result(folder: Path) -> ExportResult | None:
+    """What the child has reported; None if it has not."""
+    try:
+        content = read_plain(folder, RESULT, max_bytes=_MOST_RESULT_BYTES)
+        return None if content is None else ExportResult.model_validate_json(content)
+    except (OSError, ValidationError):
+        return None
+
+
+if __name__ == "__main__":
+    main()

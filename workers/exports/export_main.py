@@ -1,0 +1,78 @@
+"""`python -m workers.exports.export_main`: makes one export and verifies it, in a process without secrets.
+
+The task comes over standard input. A model's files are untrusted: the process sees only what it needs, and
+has neither the database nor, once the model's files are there, a secret.
+"""
+
+import os
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+from app.contract.export import ExportResult
+from app.contract.plain_files import create_plain
+from workers.exports.make import make
+from workers.exports.protocol import RESULT, ExportTask
+from workers.inference.loading import NOT_LOADED
+from workers.training.exceptions import CannotTrain
+from workers.training.fetching import fetch, fetch_in_child
+from workers.training.filesystem_view import drop_capabilities, restrict_view
+from workers.training.lifeline import die_with_parent
+from workers.training.limits import limit
+from workers.training.process_tree import run_sandboxed
+
+_KILL_FIRST = "700"
+"""For /proc/self/oom_score_adj: if memory runs out, this process ends before trainers and engines do."""
+
+
+def main() -> int:
+    """Makes the export of the task, and writes the result."""
+    die_with_parent()
+    task = ExportTask.model_validate_json(sys.stdin.buffer.read())
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)  # what libraries print may contain training text
+    limit()
+    with suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text(_KILL_FIRST)
+    fetch_in_child(lambda: _fetch(task))  # if files are still missing, loading reports it
+    return run_sandboxed(lambda apart: _export(task, apart), isolated=task.hidden is not None)
+
+
+def _fetch(task: ExportTask) -> int:
+    with suppress(OSError, ValueError, ImportError):
+        fetch(task.order.model, task.path)
+    return 0
+
+
+def _export(task: ExportTask, apart: bool) -> int:
+    """Makes the export.
+
+    Args:
+        apart: whether this process has its own mounts.
+    """
+    if apart and task.hidden is not None:
+        needed = {Path(task.path).resolve(): False, Path(task.data).resolve(): False}
+        needed |= {Path(path).resolve(): False for path in task.layer_paths}
+        needed |= {Path(task.folder).resolve(): True, Path(task.temporary).resolve(): True}
+        restrict_view(Path(task.hidden), needed)
+    else:
+        drop_capabilities()
+    try:
+        result = make(task)
+    except CannotTrain as error:
+        result = ExportResult(error=str(error)[:2000])
+    except MemoryError:
+        result = ExportResult(error="the machine has too little memory for the model")
+    except NOT_LOADED as error:
+        what = "memory ran out" if isinstance(error, torch.OutOfMemoryError) else type(error).__name__
+        result = ExportResult(error=f"the model could not be exported ({what})")
+    with create_plain(Path(task.temporary) / RESULT) as file:
+        file.write(result.model_dump_json().encode())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,122 @@
+"""Makes an export, and compares it with the trained model."""
+
+import gc
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from app.contract.export import FILES, ExportedFile, ExportOrder, ExportResult, ExportType
+from app.contract.spec import MethodSpec
+from workers.exports import modelfile, verify
+from workers.exports.gguf import convert
+from workers.exports.protocol import ExportTask
+from workers.exports.verify import Predictions
+from workers.training.auto_class import auto_class
+from workers.training.base_model import check_config, load_tokenizer, prepare_files, read_model
+from workers.training.exceptions import CannotTrain
+from workers.training.model import save
+from workers.training.trained_weights import Layer, check_layers, with_layers, with_saved_adapters
+
+_TYPES: dict[ExportType, torch.dtype] = {
+    "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "q8_0": torch.float16,
+}  # fmt: skip
+_WHOLE = MethodSpec(name="full", lora=None)
+
+
+def make(task: ExportTask) -> ExportResult:
+    """Makes the export of a task, and verifies it. All models are computed in fp32, so that only the weights
+    can make a difference.
+
+    Raises:
+        CannotTrain: the model or the data cannot be read, or the export does not agree with the model.
+    """
+    order, target = task.order, Path(task.folder) / FILES
+    layers: list[Layer] = list(zip(order.model.layers, map(Path, task.layer_paths), strict=True))
+    staged = prepare_files(order.model, task.path, Path(task.temporary) / "base")
+    check_layers(layers)
+    check_config(staged)
+    tokenizer = load_tokenizer(staged)
+    samples = verify.samples_of(order, Path(task.data), tokenizer)
+    stored = _stored_type(staged)
+    expected = _of_trained_model(order, staged, layers, samples)
+    type_ = order.type or stored
+    notes: list[str] = []
+    if order.format == "adapter":
+        shutil.copytree(layers[-1][1], target, symlinks=False)
+        model, own_tokenizer = _loaded_with_peft(order, staged, layers[:-1], target)
+    else:
+        merged = _merged(order, staged, layers).to(_TYPES[type_])
+        save(merged, tokenizer, target, _WHOLE, "")
+        del merged
+        gc.collect()
+        notes += modelfile.write(target, tokenizer, samples)
+        if order.format == "gguf":
+            target, model, own_tokenizer = convert(task, target, type_, staged)
+        else:
+            model, own_tokenizer = _loaded_plainly(target)
+    verify.check_tokenizer(own_tokenizer, samples, order)
+    found = verify.predictions(model, samples)
+    verification = verify.compared(expected, found, samples, quantised=type_ == "q8_0")
+    if not verification.is_valid:
+        raise CannotTrain("export_differs", verify.why_not_valid(verification))
+    if order.quantised_base:
+        notes.append(
+            "The model was trained on 4-bit weights of its base model, and is exported with the base model's "
+            "own weights; it was compared with the adapters on these."
+        )
+    files = tuple(
+        ExportedFile(name=path.name, bytes=path.stat().st_size) for path in sorted(target.iterdir())
+    )
+    own_type = None if order.format == "adapter" else type_
+    return ExportResult(files=files, type=own_type, verification=verification, notes=tuple(notes))
+
+
+def _of_trained_model(
+    order: ExportOrder, staged: Path, layers: list[Layer], samples: list[verify.Sample]
+) -> Predictions:
+    """What the trained model predicts; adapters are added as in training, not merged."""
+    model, _ = read_model(order.model.name, staged, attention="sdpa", dtype=torch.float32)
+    if layers and layers[-1][0].lora is not None:
+        model = with_saved_adapters(with_layers(model, layers[:-1]), layers[-1])
+    else:
+        model = with_layers(model, layers)
+    found = verify.predictions(model, samples)
+    del model
+    gc.collect()
+    return found
+
+
+def _merged(order: ExportOrder, staged: Path, layers: list[Layer]) -> Any:
+    """The whole model in fp32."""
+    model, _ = read_model(order.model.name, staged, attention="sdpa", dtype=torch.float32)
+    return with_layers(model, layers)
+
+
+def _loaded_plainly(folder: Path) -> tuple[Any, Any]:
+    """A whole model as its users load it."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    model = auto_class(config).from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+    return model, AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
+
+def _loaded_with_peft(order: ExportOrder, staged: Path, below: list[Layer], folder: Path) -> tuple[Any, Any]:
+    """Adapters on their base model as their users load them."""
+    from peft import PeftModel
+    from transformers import AutoTokenizer
+
+    model, _ = read_model(order.model.name, staged, attention="sdpa", dtype=torch.float32)
+    adapted = PeftModel.from_pretrained(with_layers(model, below), folder)
+    return adapted, AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
+
+def _stored_type(staged: Path) -> ExportType:
+    """The type in which a base model's weights are stored, as its config says; fp32 if it says nothing."""
+    content = json.loads((staged / "config.json").read_bytes())
+    text = content.get("text_config") if isinstance(content.get("text_config"), dict) else {}
+    named = content.get("dtype") or content.get("torch_dtype") or text.get("dtype") or text.get("torch_dtype")
+    return {"bfloat16": "bf16", "float16": "fp16"}.get(str(named), "fp32")  # type: ignore[return-value]

@@ -1,0 +1,149 @@
+"""Compares an export with the trained model: the same tokens, and the same most probable next token after
+every prefix of the answers in held-out samples."""
+
+import itertools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from app.contract.data_formats import Example
+from app.contract.export import (
+    LEAST_AGREEMENT,
+    LEAST_AGREEMENT_QUANTISED,
+    NEAR_TIE_NATS,
+    ExportOrder,
+    Verification,
+)
+from workers.training.data import held_out, read_examples
+from workers.training.encoding import EncodedSequence, ExampleEncoder
+from workers.training.exceptions import CannotTrain
+
+MOST_SAMPLES = 64
+MOST_TOKENS = 8192
+"""The maximum number of tokens that are computed, over all samples."""
+_LONGEST = 512
+"""The maximum number of a sample's first tokens that are computed."""
+_CANDIDATES = 16
+"""The most probable tokens whose log-probabilities are kept."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A sample to compare on."""
+
+    example: Example
+    sequence: EncodedSequence
+    """By the trained model's tokenizer and template; of a pair, the chosen answer."""
+    held_out: bool
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.sequence[0][:_LONGEST]
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """The most probable next tokens, most probable first: of shape (positions, candidates)."""
+
+    tokens: Tensor
+    log_probs: Tensor
+
+
+def samples_of(order: ExportOrder, source: Path, tokenizer: Any) -> list[Sample]:
+    """Samples of the job's data: those that were held out, or if none were, the first ones.
+
+    Raises:
+        CannotTrain: the file has been deleted, or none of its samples can be read.
+    """
+    data = order.data
+    is_own_file = data.validation is not None and data.validation.file_id is not None
+    mask = held_out(data, order.seed) if data.held_out() else None
+    try:
+        examples = list(itertools.islice(read_examples(data, source, mask), MOST_SAMPLES))
+    except OSError:
+        raise CannotTrain(
+            "data_deleted",
+            "the file with the job's data has been deleted, so that the export cannot be compared with the "
+            "model",
+        ) from None
+    with ExampleEncoder(tokenizer) as encoder:
+        encoded = [sequences[0] for _, sequences in encoder.samples(examples)]
+    found: list[Sample] = []
+    tokens = 0
+    for (_, example), sequence in zip(examples, encoded, strict=True):
+        sample = Sample(example, sequence, held_out=mask is not None or is_own_file)
+        if tokens + len(sample.tokens) > MOST_TOKENS and found:
+            break
+        if len(sample.tokens) > 1:
+            found.append(sample)
+            tokens += len(sample.tokens)
+    if not found:
+        raise CannotTrain("nothing_to_compare", "no sample of the job's data can be compared")
+    return found
+
+
+def check_tokenizer(tokenizer: Any, samples: list[Sample], order: ExportOrder) -> None:
+    """Checks that an export's tokenizer and chat template give the same tokens.
+
+    Raises:
+        CannotTrain: they do not.
+    """
+    numbered = [(number, sample.example) for number, sample in enumerate(samples, start=1)]
+    with ExampleEncoder(tokenizer) as encoder:
+        own = [sequences[0] for _, sequences in encoder.samples(numbered)]
+    different = sum(found != sample.sequence for found, sample in zip(own, samples, strict=True))
+    if different:
+        raise CannotTrain(
+            "export_differs",
+            f"the exported tokenizer or chat template gives other tokens for {different} of {len(samples)} "
+            "samples",
+        )
+
+
+def predictions(model: Any, samples: list[Sample]) -> Predictions:
+    """What a model predicts at each position whose next token counts, each sample computed alone."""
+    model.eval()
+    tokens, log_probs = [], []
+    with torch.no_grad():
+        for sample in samples:
+            given = torch.tensor([sample.tokens])
+            counts = torch.tensor(sample.sequence[1][: len(sample.tokens)])[1:]
+            logits = model(input_ids=given).logits[0, :-1][counts].float()
+            best = logits.log_softmax(-1).topk(min(_CANDIDATES, logits.shape[-1]))
+            tokens.append(best.indices)
+            log_probs.append(best.values)
+    return Predictions(torch.cat(tokens), torch.cat(log_probs))
+
+
+def compared(
+    expected: Predictions, found: Predictions, samples: list[Sample], *, quantised: bool = False
+) -> Verification:
+    """The comparison of an export's predictions with those of the trained model."""
+    own, first = found.tokens[:, 0], expected.tokens[:, 0]
+    same = own == first
+    is_candidate = expected.tokens == own.unsqueeze(1)
+    log_prob = torch.where(is_candidate, expected.log_probs, -torch.inf).amax(1)
+    near = ~same & (expected.log_probs[:, 0] - log_prob < NEAR_TIE_NATS)
+    count = max(1, len(same))
+    return Verification(
+        samples=len(samples),
+        held_out=all(sample.held_out for sample in samples),
+        tokens=len(same),
+        agreement=float(np.float64(int(same.sum())) / count) if len(same) else 1.0,
+        near_ties=int(near.sum()) / count,
+        least=LEAST_AGREEMENT_QUANTISED if quantised else LEAST_AGREEMENT,
+    )
+
+
+def why_not_valid(verification: Verification) -> str:
+    """Why an export is not handed out."""
+    differing = 1 - verification.agreement - verification.near_ties
+    return (
+        f"the export does not agree with the trained model: in {differing:.2%} of {verification.tokens:,} "
+        f"predictions on {verification.samples} samples, its most probable token is another one, although "
+        "the trained model clearly prefers its own. Choose a wider type (fp32), or the format adapter"
+    )
