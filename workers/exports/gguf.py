@@ -3,6 +3,7 @@
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -55,22 +56,45 @@ def convert(task: ExportTask, merged: Path, type_: ExportType, staged: Path) -> 
         raise CannotTrain("not_converted", f"the GGUF converter failed: {lines[-1][:500]}")
     modelfile = (merged / NAME).read_text().replace("FROM .\n", f"FROM ./{FILE}\n")
     (target / NAME).write_text(modelfile)
-    model, tokenizer = _loaded(target)
+    model, tokenizer = _loaded(target, merged)
     shutil.rmtree(merged)
     target.rename(merged)
     return merged, model, tokenizer
 
 
-def _loaded(folder: Path) -> tuple[Any, Any]:
-    """The model of a GGUF file, its weights widened to fp32."""
+def _loaded(folder: Path, merged: Path) -> tuple[Any, Any]:
+    """The model of a GGUF file, its weights widened to fp32; and the tokenizer, if the file has the same."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    tokenizer = AutoTokenizer.from_pretrained(merged, local_files_only=True)
     try:
+        from gguf import GGUFReader
+
+        _check_vocabulary(GGUFReader(folder / FILE).fields, tokenizer)
         model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=FILE, dtype=torch.float32)
-        return model, AutoTokenizer.from_pretrained(folder, gguf_file=FILE)
-    except (ImportError, ValueError, OSError, KeyError, NotImplementedError) as error:
+    except (ImportError, ValueError, OSError, LookupError, NotImplementedError, AttributeError) as error:
         raise CannotTrain(
             "not_verified",
-            f"the GGUF file could not be read back to compare it ({type(error).__name__}): transformers "
-            "reads only some families from GGUF, with the package gguf installed on the worker",
+            f"the GGUF file could not be read back to compare it ({type(error).__name__}): this needs the "
+            "package gguf on the worker, and transformers reads only some families from GGUF",
         ) from None
+    return model, tokenizer
+
+
+def _check_vocabulary(fields: Mapping[str, Any], tokenizer: Any) -> None:
+    """Checks that a file has the tokenizer's tokens and chat template.
+
+    Raises:
+        CannotTrain: it has others.
+    """
+    own = fields["tokenizer.ggml.tokens"].contents()
+    added = set(tokenizer.get_added_vocab().values())  # of which the converter may normalise the text
+    expected = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
+    same = len(own) >= len(expected) and all(
+        token in added or text == wanted
+        for token, (text, wanted) in enumerate(zip(own, expected, strict=False))
+    )
+    template = fields["tokenizer.chat_template"].contents() if "tokenizer.chat_template" in fields else None
+    if not same or template != tokenizer.chat_template:
+        what = "other tokens" if not same else "another chat template"
+        raise CannotTrain("export_differs", f"the GGUF file has {what} than the model")
