@@ -21,9 +21,11 @@ _LOOK_SECONDS = 0.5
 @commands.command()
 def export(
     job_id: NewestModel = "",
-    folder: Annotated[
+    output: Annotated[
         Path | None,
-        typer.Argument(help="Target folder; default: ./export-…, the export's id", show_default=False),
+        typer.Option(
+            "--output", "-o", help="Target folder; default: ./export-…, the export's id", show_default=False
+        ),
     ] = None,
     format_: Annotated[
         str, typer.Option("--format", help="merged (a whole model), adapter (LoRA alone) or gguf")
@@ -58,7 +60,7 @@ def export(
         job_id = job_id or newest_with_model(client)
         path = f"/gradient-accumulation/training/{job_id}/exports"
         made = client.post(path, without_none({"format": format_, "type": type_}))
-        target = folder or Path(made["id"])
+        target = output or Path(made["id"])
         if target.exists():
             client.delete(f"{path}/{made['id']}")
             raise InvalidRequest(f"{target} exists already: choose another folder")
@@ -102,13 +104,13 @@ def _pushed(folder: Path, repository: str, *, private: bool) -> str:
         ServiceError: the hub refuses it.
     """
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 
     try:
         hub = HfApi()
         address = hub.create_repo(repository, private=private, exist_ok=True)
         hub.upload_folder(repo_id=address.repo_id, folder_path=folder, commit_message="Export by Accrue")
-    except (HfHubHTTPError, HFValidationError, LocalTokenNotFoundError, OSError) as error:
+    except (HfHubHTTPError, LocalTokenNotFoundError, OSError, ValueError) as error:
         why = str(error).strip().splitlines() or [type(error).__name__]
         raise ServiceError(
             f"the files are in {folder}, but were not pushed to {repository}: {why[0]}"

@@ -20,6 +20,7 @@ ELSEWHERE = {
     "import": "tests/acceptance/test_import_openai.py",
     "preview": "tests/acceptance/test_profiles.py",
     "chat": "tests/acceptance/test_inference.py",
+    "export": "tests/acceptance/test_exports.py",
 }
 """Commands that are run by other tests."""
 

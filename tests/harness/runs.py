@@ -38,6 +38,21 @@ def write_texts(path: Path, count: int = 40, seed: int = 0) -> Path:
     return path
 
 
+def write_chats(path: Path, count: int = 40) -> Path:
+    """Questions with answers that a model can learn in a few steps."""
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": f"What is {number}?"},
+                {"role": "assistant", "content": f"It is {number}."},
+            ]
+        }
+        for number in range(count)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
 def create_run(folder: Path, spec: Spec | None = None, *, attempt: int = 1, **plan: Any) -> RunDirectory:
     """Creates a run directory for the built-in model on forty texts."""
     data = folder.parent / "data.jsonl"

@@ -61,6 +61,7 @@ def theirs(client: TestClient, database: Database) -> tuple[dict[str, str], dict
         "fine_tuning_job_id": job["id"], "identifier": job["id"],
         "profile_id": "profile-000000000000",  # measurements are everybody's
         "name": "trace.json",
+        "export_id": "export-00000000000000000000000000",  # found by its job's id only
         "model": f"ft:accrue/tiny-gpt2:accrue::{job['id'].removeprefix('ftjob-')}",
     }  # fmt: skip
     return header, made

@@ -15,6 +15,7 @@ from app.contract.export import ExportResult
 from app.contract.plain_files import create_plain
 from workers.exports.make import make
 from workers.exports.protocol import RESULT, ExportTask
+from workers.exports.refusal import NotExported
 from workers.inference.loading import NOT_LOADED
 from workers.training.exceptions import CannotTrain
 from workers.training.fetching import fetch, fetch_in_child
@@ -62,7 +63,7 @@ def _export(task: ExportTask, apart: bool) -> int:
         drop_capabilities()
     try:
         result = make(task)
-    except CannotTrain as error:
+    except (CannotTrain, NotExported) as error:
         result = ExportResult(error=str(error)[:2000])
     except MemoryError:
         result = ExportResult(error="the machine has too little memory for the model")

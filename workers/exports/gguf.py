@@ -12,7 +12,7 @@ import torch
 from app.contract.export import ExportType
 from workers.exports.modelfile import NAME
 from workers.exports.protocol import ExportTask
-from workers.training.exceptions import CannotTrain
+from workers.exports.refusal import NotExported
 
 _SECONDS = 3 * 3600.0
 _NAMES: dict[ExportType, str] = {"fp32": "f32", "bf16": "bf16", "fp16": "f16", "q8_0": "q8_0"}
@@ -26,11 +26,10 @@ def convert(task: ExportTask, merged: Path, type_: ExportType, staged: Path) -> 
         The folder; and the model and its tokenizer as transformers reads them from the file.
 
     Raises:
-        CannotTrain: the converter is not installed, or fails.
+        NotExported: the converter is not installed, or fails.
     """
     if task.converter is None:
-        raise CannotTrain(
-            "not_installed",
+        raise NotExported(
             "GGUF needs llama.cpp's convert_hf_to_gguf.py: set ACCRUE_GGUF_CONVERTER to its path on the "
             "worker",
         )
@@ -50,10 +49,10 @@ def convert(task: ExportTask, merged: Path, type_: ExportType, staged: Path) -> 
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_SECONDS, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise CannotTrain("not_converted", f"the GGUF converter failed ({type(error).__name__})") from None
+        raise NotExported(f"the GGUF converter failed ({type(error).__name__})") from None
     if made.returncode or not (target / FILE).is_file():
         lines = made.stderr.strip().splitlines() or ["it wrote no file"]
-        raise CannotTrain("not_converted", f"the GGUF converter failed: {lines[-1][:500]}")
+        raise NotExported(f"the GGUF converter failed: {lines[-1][:500]}")
     modelfile = (merged / NAME).read_text().replace("FROM .\n", f"FROM ./{FILE}\n")
     (target / NAME).write_text(modelfile)
     model, tokenizer = _loaded(target, merged)
@@ -73,8 +72,7 @@ def _loaded(folder: Path, merged: Path) -> tuple[Any, Any]:
         _check_vocabulary(GGUFReader(folder / FILE).fields, tokenizer)
         model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=FILE, dtype=torch.float32)
     except (ImportError, ValueError, OSError, LookupError, NotImplementedError, AttributeError) as error:
-        raise CannotTrain(
-            "not_verified",
+        raise NotExported(
             f"the GGUF file could not be read back to compare it ({type(error).__name__}): this needs the "
             "package gguf on the worker, and transformers reads only some families from GGUF",
         ) from None
@@ -85,7 +83,7 @@ def _check_vocabulary(fields: Mapping[str, Any], tokenizer: Any) -> None:
     """Checks that a file has the tokenizer's tokens and chat template.
 
     Raises:
-        CannotTrain: it has others.
+        NotExported: it has others.
     """
     own = fields["tokenizer.ggml.tokens"].contents()
     added = set(tokenizer.get_added_vocab().values())  # of which the converter may normalise the text
@@ -97,4 +95,4 @@ def _check_vocabulary(fields: Mapping[str, Any], tokenizer: Any) -> None:
     template = fields["tokenizer.chat_template"].contents() if "tokenizer.chat_template" in fields else None
     if not same or template != tokenizer.chat_template:
         what = "other tokens" if not same else "another chat template"
-        raise CannotTrain("export_differs", f"the GGUF file has {what} than the model")
+        raise NotExported(f"the GGUF file has {what} than the model")

@@ -13,10 +13,10 @@ from app.contract.spec import MethodSpec
 from workers.exports import modelfile, verify
 from workers.exports.gguf import convert
 from workers.exports.protocol import ExportTask
+from workers.exports.refusal import NotExported
 from workers.exports.verify import Predictions
 from workers.training.auto_class import auto_class
 from workers.training.base_model import check_config, load_tokenizer, prepare_files, read_model
-from workers.training.exceptions import CannotTrain
 from workers.training.model import save
 from workers.training.trained_weights import Layer, check_layers, with_layers, with_saved_adapters
 
@@ -31,7 +31,8 @@ def make(task: ExportTask) -> ExportResult:
     can make a difference.
 
     Raises:
-        CannotTrain: the model or the data cannot be read, or the export does not agree with the model.
+        CannotTrain: the model or the data cannot be read.
+        NotExported: the export cannot be made, or does not agree with the model.
     """
     order, target = task.order, Path(task.folder) / FILES
     layers: list[Layer] = list(zip(order.model.layers, map(Path, task.layer_paths), strict=True))
@@ -61,7 +62,7 @@ def make(task: ExportTask) -> ExportResult:
     found = verify.predictions(model, samples)
     verification = verify.compared(expected, found, samples, quantised=type_ == "q8_0")
     if not verification.is_valid:
-        raise CannotTrain("export_differs", verify.why_not_valid(verification))
+        raise NotExported(verify.why_not_valid(verification))
     if order.quantised_base:
         notes.append(
             "The model was trained on 4-bit weights of its base model, and is exported with the base model's "

@@ -2,7 +2,7 @@
 
 Ollama cannot run the Jinja templates of models. Most of them only put fixed texts around each message, which
 are found by rendering a few conversations. A Modelfile's template is used only if, put together in that way,
-it gives exactly the text of the model's own template for every conversation of the samples.
+it gives exactly the text of the model's own template for a longer conversation and for those of the samples.
 https://docs.ollama.com/modelfile
 """
 
@@ -16,7 +16,7 @@ from workers.training.rendering import Conversation, NotRendered, Renderer
 
 NAME = "Modelfile"
 _ROLES = ("system", "user", "assistant")
-_MARKS = ("«first»", "«second»", "«third»", "«fourth»")
+_MARKS = ("«first»", "«second»", "«third»", "«fourth»", "«fifth»")
 """Contents of messages that no template contains."""
 
 
@@ -70,7 +70,9 @@ def affixes_of(tokenizer: Any, samples: list[Sample]) -> Affixes | None:
         found = _found(renderer)
         if found is None:
             return None
-        conversations = [messages for sample in samples if (messages := _prompt_of(sample))]
+        turns = zip(("user", "assistant") * 3, _MARKS[:5], strict=False)
+        conversations = [[{"role": role, "content": mark} for role, mark in turns]]
+        conversations += [messages for sample in samples if (messages := _prompt_of(sample))]
         rendered = renderer.render([Conversation(each, [(len(each), True)]) for each in conversations])
         alike = all(
             found.render(messages) == text for messages, (text,) in zip(conversations, rendered, strict=True)
@@ -122,13 +124,14 @@ def _found(renderer: Renderer) -> Affixes | None:
             continue
         after_assistant = again.removesuffix(before_user)
         for end in range(len(tail) + 1):
-            after_user, opening = tail[:end], tail[end:]
-            if between == after_user + opening:
-                around = {"user": (before_user, after_user), "assistant": (opening, after_assistant)}
-                found.append(Affixes(begin, around, opening))
+            if not between.startswith(tail[:end]):
+                break
+            after_user, opening, before_assistant = tail[:end], tail[end:], between[end:]
+            around = {"user": (before_user, after_user), "assistant": (before_assistant, after_assistant)}
+            found.append(Affixes(begin, around, opening))
     if not found:
         return None
-    # Several divisions give the same text if turns alternate; most templates end each turn in the same way.
+    # Several divisions give the same text if turns alternate. Most templates end each turn in the same way.
     alike = (each for each in found if each.around["user"][1] == each.around["assistant"][1])
     return _with_system(renderer, next(alike, found[-1]), user)
 

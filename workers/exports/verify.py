@@ -18,6 +18,7 @@ from app.contract.export import (
     ExportOrder,
     Verification,
 )
+from workers.exports.refusal import NotExported
 from workers.training.data import held_out, read_examples
 from workers.training.encoding import EncodedSequence, ExampleEncoder
 from workers.training.exceptions import CannotTrain
@@ -57,7 +58,8 @@ def samples_of(order: ExportOrder, source: Path, tokenizer: Any) -> list[Sample]
     """Samples of the job's data: those that were held out, or if none were, the first ones.
 
     Raises:
-        CannotTrain: the file has been deleted, or none of its samples can be read.
+        NotExported: the file has been deleted, or no sample can be compared.
+        CannotTrain: a line cannot be read.
     """
     data = order.data
     is_own_file = data.validation is not None and data.validation.file_id is not None
@@ -65,8 +67,7 @@ def samples_of(order: ExportOrder, source: Path, tokenizer: Any) -> list[Sample]
     try:
         examples = list(itertools.islice(read_examples(data, source, mask), MOST_SAMPLES))
     except OSError:
-        raise CannotTrain(
-            "data_deleted",
+        raise NotExported(
             "the file with the job's data has been deleted, so that the export cannot be compared with the "
             "model",
         ) from None
@@ -82,7 +83,7 @@ def samples_of(order: ExportOrder, source: Path, tokenizer: Any) -> list[Sample]
             found.append(sample)
             tokens += len(sample.tokens)
     if not found:
-        raise CannotTrain("nothing_to_compare", "no sample of the job's data can be compared")
+        raise NotExported("no sample of the job's data can be compared")
     return found
 
 
@@ -90,15 +91,19 @@ def check_tokenizer(tokenizer: Any, samples: list[Sample], order: ExportOrder) -
     """Checks that an export's tokenizer and chat template give the same tokens.
 
     Raises:
-        CannotTrain: they do not.
+        NotExported: they do not.
     """
     numbered = [(number, sample.example) for number, sample in enumerate(samples, start=1)]
-    with ExampleEncoder(tokenizer) as encoder:
-        own = [sequences[0] for _, sequences in encoder.samples(numbered)]
+    try:
+        with ExampleEncoder(tokenizer) as encoder:
+            own = [sequences[0] for _, sequences in encoder.samples(numbered)]
+    except CannotTrain as error:
+        raise NotExported(
+            f"the exported tokenizer or chat template cannot read the samples: {error}"
+        ) from None
     different = sum(found != sample.sequence for found, sample in zip(own, samples, strict=True))
     if different:
-        raise CannotTrain(
-            "export_differs",
+        raise NotExported(
             f"the exported tokenizer or chat template gives other tokens for {different} of {len(samples)} "
             "samples",
         )

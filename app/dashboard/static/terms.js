@@ -48,6 +48,8 @@ const TERMS = {
     "The batch beyond which more samples per step hardly help: estimated from the measured noise of the gradients. If it is well above your batch, a larger batch is worthwhile.",
   certificate:
     "Before the first step, the first window's gradient was computed in two different splits; this is their relative difference. A small value shows that accumulation does not change this model's gradient.",
+  export:
+    "A copy of the model for other tools: a whole model for vLLM, Ollama or transformers, LoRA's adapters, or a GGUF file. A worker compares it with the trained model on held-out samples, and an export that predicts other tokens fails. DIR in the commands is the folder into which you unpack the files.",
   evidence:
     "measured: in a run on this service; simulated: by simulating the training step, without a GPU; formula: from the model's sizes; literature: a rule of thumb with its source; requested: your own value.",
   completions:

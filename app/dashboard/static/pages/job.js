@@ -6,6 +6,7 @@ import { announce, fill, h, table } from "../dom.js";
 import { bytes, dateTime, duration, fixed, number, percent } from "../format.js";
 import { help } from "../terms.js";
 import { actions } from "./actions.js";
+import { exportSection } from "./exports.js";
 import { badge, method, waitingReason } from "./jobs.js";
 import { playground } from "./playground.js";
 
@@ -376,6 +377,7 @@ async function showOutcome(outcome, job, signal) {
       h("a", { href: `#/recommendations?training_id=${job.id}` }, "What to choose next"),
     ),
     result.model_path && playground(job, signal),
+    result.model_path && exportSection(job, signal),
     completions.data.length ? h("div", { class: "samples" }, samples(completions.data)) : null,
   );
 }

@@ -1,0 +1,105 @@
+/** Exports a trained model for other tools, and shows how far it agrees with the original. */
+
+import { delay, download, get, post, remove, ServiceError } from "../api.js";
+import { announce, fill, h } from "../dom.js";
+import { bytes, number, percent } from "../format.js";
+import { help, select } from "../terms.js";
+
+const EVERY = 1000;
+
+/**
+ * @param {Object} job a job whose model exists
+ * @param {AbortSignal} signal aborted when the page is left
+ */
+export function exportSection(job, signal) {
+  const path = `gradient-accumulation/training/${job.id}/exports`;
+  const format = select(
+    [
+      ["merged", "whole model (safetensors)"],
+      ...(job.result.files.includes("adapter_config.json") ? [["adapter", "adapters alone"]] : []),
+      ["gguf", "GGUF"],
+    ],
+    "merged",
+  );
+  const type = select([["", "as stored"], "fp32", "bf16", "fp16", ["q8_0", "8 bits (GGUF)"]], "");
+  const shown = h("div", { role: "status" });
+  const button = h("button", { type: "submit" }, "Export");
+
+  async function submit(event) {
+    event.preventDefault();
+    button.disabled = true;
+    try {
+      const body = { format: format.value, type: format.value === "adapter" ? undefined : type.value || undefined };
+      let made = await post(path, body, { signal });
+      fill(shown, h("p", { class: "muted" }, "A worker makes the export, and compares it with the trained model …"));
+      while (["queued", "running"].includes(made.status)) {
+        await delay(EVERY, signal);
+        made = await get(`${path}/${made.id}`, signal);
+      }
+      announce(made.status === "succeeded" ? "The export is ready." : "The export failed.");
+      fill(shown, made.status === "succeeded" ? ready(made) : h("p", { class: "is-bad" }, made.error));
+    } catch (error) {
+      if (signal.aborted) return;
+      if (!(error instanceof ServiceError)) throw error;
+      fill(shown, h("p", { class: "is-bad", role: "alert" }, error.message));
+    } finally {
+      button.disabled = false;
+    }
+  }
+
+  function ready(made) {
+    const { agreement, tokens, samples, held_out: held } = made.verification;
+    const commands = [made.commands.vllm, made.commands.ollama].filter(Boolean);
+    const element = h(
+      "div",
+      {},
+      h(
+        "p",
+        {},
+        `${bytes(made.bytes)}. The same token as the trained model in ${percent(agreement)} of ${number(tokens)} predictions `,
+        `on ${number(samples)} ${held ? "held-out" : "training"} samples.`,
+      ),
+      made.notes.map((note) => h("p", { class: "muted" }, note)),
+      commands.map((command) => h("p", {}, h("code", {}, command))),
+      h(
+        "p",
+        { class: "actions" },
+        h(
+          "button",
+          { type: "button", class: "primary", onclick: () => download(made.download, `${made.id}.tar`) },
+          "Download the export",
+        ),
+        h(
+          "button",
+          {
+            type: "button",
+            onclick: async () => {
+              await remove(`${path}/${made.id}`);
+              element.remove();
+            },
+          },
+          "Delete it",
+        ),
+      ),
+    );
+    return element;
+  }
+
+  return h(
+    "section",
+    { class: "samples", "aria-label": "Export" },
+    h("h2", {}, "Export ", help("export")),
+    h(
+      "form",
+      { onsubmit: submit },
+      h(
+        "p",
+        { class: "actions" },
+        h("label", { class: "inline" }, "Format ", format),
+        h("label", { class: "inline" }, "Weights ", type),
+        button,
+      ),
+    ),
+    shown,
+  );
+}
