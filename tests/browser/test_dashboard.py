@@ -170,6 +170,57 @@ def test_a_trained_model_and_its_base_answer_side_by_side(page: Page, trained: l
         playground.screenshot(path=f"{SCREENSHOTS}/playground.png")
 
 
+def test_a_model_is_exported(page: Page, trained: list[str]) -> None:
+    page.goto(f"./#/job/{trained[0]}")
+    section = page.get_by_role("region", name="Export")
+    section.get_by_label("Weights").select_option("bf16")
+    section.get_by_role("button", name="Export").click()
+    expect(section.get_by_text(re.compile("The same token as the trained model in"))).to_be_visible(
+        timeout=MINUTES
+    )
+    expect(section).to_contain_text("vllm serve")
+    with page.expect_download() as downloading:
+        section.get_by_role("button", name="Download the export").click()
+    with tarfile.open(downloading.value.path()) as tar:
+        assert {"model.safetensors", "Modelfile"} <= {Path(name).name for name in tar.getnames()}
+    section.get_by_role("button", name="Delete it").click()
+    expect(section.get_by_text("vllm serve")).to_be_hidden()
+
+
+def test_preferences_are_learned_from_the_page(page: Page, tmp_path: Path) -> None:
+    """The learning rate that is used by default follows the objective; the job's page shows the rewards."""
+    pairs = tmp_path / "pairs.jsonl"
+    line = '{"prompt": "Is it so? ", "chosen": "Yes.", "rejected": "No idea."}\n'
+    pairs.write_text(20 * line)
+    page.goto("./")
+    page.get_by_label("Upload JSON lines").set_input_files(pairs)
+    expect(page.get_by_text("pairs.jsonl is uploaded")).to_be_visible()
+    rate = page.get_by_label("Learning rate", exact=True)
+    expect(rate).to_have_attribute("placeholder", "1e-6")
+    page.get_by_label("Method", exact=True).select_option("lora")
+    expect(rate).to_have_attribute("placeholder", "1e-5")
+    page.get_by_label("Objective", exact=True).select_option("simpo")
+    plan(
+        page,
+        Epochs="5",
+        Sequence_length="32",
+        Effective_batch="4",
+        Learning_rate="1e-3",
+        Validation_split="0.2",
+    )
+    page.get_by_role("button", name="Start").click()
+    page.wait_for_url(re.compile("#/job/ftjob-"))
+    expect(page.get_by_label("Events, newest first")).to_contain_text(
+        "Training succeeded.", timeout=2 * MINUTES
+    )
+    expect(page.get_by_label("Outcome")).to_contain_text("Held-out pairs in the right order")
+    expect(page.locator("figure", has_text="Rewards").locator(".main-svg").first).to_be_visible()
+    if SCREENSHOTS:
+        page.screenshot(path=f"{SCREENSHOTS}/preferences.png", full_page=True)
+    page.get_by_role("link", name="Jobs", exact=True).click()
+    expect(page.get_by_role("table")).to_contain_text("simpo, lora")
+
+
 def test_a_model_is_trained_further(page: Page, service: Accrue, data: Path, trained: list[str]) -> None:
     page.goto(f"./#/job/{trained[0]}")
     page.get_by_role("link", name="Train it further").click()

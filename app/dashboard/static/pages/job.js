@@ -97,7 +97,7 @@ export async function show(main, { id, signal }) {
 
 function makeCharts() {
   return {
-    loss: chart("Loss", { x: "step", y: "nats per token; of preferences, per sample" }, help("loss")),
+    loss: chart("Loss", { x: "step", y: "nats" }, help("loss")),
     rewards: chart("Rewards", { x: "step", y: "mean over the samples" }, help("rewards")),
     rate: chart("Learning rate", { x: "step", y: "" }, help("learning_rate")),
     norm: chart("Gradient norm", { x: "step", y: "before clipping" }, help("grad_norm")),
