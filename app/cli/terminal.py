@@ -280,7 +280,9 @@ def _accuracy(result: dict[str, Any]) -> str:
     share, rewards = result["eval_token_accuracy"], result.get("eval_rewards") or {}
     if rewards.get("accuracy") is not None:
         return f" ({rewards['accuracy']:.1%} of their pairs in the right order)"
-    return "" if share is None else f" ({share:.1%} of their tokens predicted correctly)"
+    exact = result.get("eval_exact_match")
+    whole = f", {exact:.1%} of them entirely" if exact else ""
+    return "" if share is None else f" ({share:.1%} of their tokens predicted correctly{whole})"
 
 
 def _show_end(job: dict[str, Any], tokens_per_second: float | None = None) -> int:

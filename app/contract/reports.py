@@ -340,6 +340,9 @@ class Outcome(Frozen):
     eval_token_accuracy: Number | None = None
     """The share of these tokens that are the model's most likely next token; null with a preference
     objective."""
+    eval_exact_match: Number | None = None
+    """The share of held-out samples of which every target is the most likely next token, so that greedy
+    decoding would give exactly the expected answer; null with a preference objective."""
     eval_rewards: Rewards | None = None
     """What a preference objective measured on the validation set; null for supervised fine-tuning."""
     best_step: Count | None = None

@@ -253,6 +253,8 @@ def _metrics(session: Session, job_id: str, limit: int, after: str | None) -> li
             data["valid_loss"] = found.loss
             if found.token_accuracy is not None:
                 data["valid_mean_token_accuracy"] = found.token_accuracy
+            if found.exact_match is not None:
+                data["valid_exact_match"] = found.exact_match
             for name, value in (found.rewards or {}).items():
                 if value is not None:
                     data[f"valid_reward_{name}"] = value

@@ -85,6 +85,11 @@ class ResultResponse(ResponseModel):
     first_loss: float | None
     final_loss: float | None
     eval_loss: float | None = None
+    eval_exact_match: float | None = Field(
+        None,
+        description="Share of the validation data's samples of which the model predicts every target token: "
+        "greedy decoding gives exactly the expected answer",
+    )
     eval_rewards: Rewards | None = Field(
         None, description="What a preference objective measured on the validation data"
     )

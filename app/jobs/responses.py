@@ -142,6 +142,7 @@ def _result(job: Job) -> ResultResponse | None:
         first_loss=result["first_loss"],
         eval_loss=result.get("eval_loss"),
         eval_token_accuracy=result.get("eval_token_accuracy"),
+        eval_exact_match=result.get("eval_exact_match"),
         eval_rewards=result.get("eval_rewards"),
         best_step=result.get("best_step"),
         equivalence_error=result.get("equivalence_error"),

@@ -11,7 +11,7 @@ from app.contract.reports import LogLine, Rewards
 from app.results.series import Evaluation, evaluations, pages_of
 from app.storage.database import Database
 
-VALIDATION = ("valid_loss", "valid_mean_token_accuracy")
+VALIDATION = ("valid_loss", "valid_mean_token_accuracy", "valid_exact_match")
 
 
 _NESTED = ("micro_losses", "gradient_norms", "ranks", "rewards")
@@ -35,7 +35,7 @@ def csv_lines(
             {
                 **row,
                 **{column: (row["rewards"] or {}).get(name) for column, name in _REWARDS.items()},
-                **dict(zip(VALIDATION, evaluated.get(row["step"], (None, None))[:2], strict=True)),
+                **dict(zip(VALIDATION, evaluated.get(row["step"], (None, None, None))[:3], strict=True)),
             }
             for row in page
         )

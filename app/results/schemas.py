@@ -39,6 +39,9 @@ class Evaluation(ResponseModel):
     token_accuracy: float | None
     """Share of the validation data's target tokens that the model predicts; null with a preference
     objective, and for jobs of versions that did not measure it."""
+    exact_match: float | None = None
+    """Share of the validation data's samples of which the model predicts every target token, so that greedy
+    decoding gives exactly the expected answer; null with a preference objective."""
     rewards: Rewards | None = None
     """What a preference objective measured on the validation data."""
 

@@ -43,6 +43,7 @@ class Evaluation(NamedTuple):
 
     loss: float | None
     token_accuracy: float | None
+    exact_match: float | None = None
     rewards: dict[str, float | None] | None = None
     """With a preference objective (app/contract/reports.py: Rewards)."""
 
@@ -60,7 +61,9 @@ def evaluations(
         query = query.where(JobEvent.data["step"].as_integer().in_(steps))
     ordered = query.order_by(JobEvent.attempt, JobEvent.id)
     return {
-        data["step"]: Evaluation(data["loss"], data.get("token_accuracy"), data.get("rewards"))
+        data["step"]: Evaluation(
+            data["loss"], data.get("token_accuracy"), data.get("exact_match"), data.get("rewards")
+        )
         for (data,) in where.execute(ordered)
     }
 

@@ -90,6 +90,8 @@ class MicroBatch:
     """Flat positions of all tokens that are not padding; int64 of shape (tokens,)."""
     sample_of_token: Tensor | None = None
     """The sample, counted from 0, that each real token belongs to; int64 of shape (tokens,)."""
+    target_counts: tuple[int, ...] = ()
+    """Targets of each sequence, on the host."""
     scoring: Scoring | None = None
     """None: the loss is a sum over targets."""
 
@@ -391,6 +393,7 @@ def collate(rows: Sequence[Row], layout: BatchLayout, weights: Sequence[float] |
         target_positions=torch.from_numpy(target_positions),
         targets=torch.from_numpy(targets.astype(np.int64)),
         lengths=tuple(lengths.tolist()),
+        target_counts=tuple(len(at) for at in own),
         weights=torch.from_numpy(np.repeat(np.asarray(weights, np.float32), [len(at) for at in own]))
         if uneven
         else None,

@@ -65,6 +65,7 @@ def combine(run: RunDirectory, reporter: Reporter, interrupted: Interruption) ->
         effective_batch_size=spec.effective_batch_size,
         eval_loss=loss,
         eval_token_accuracy=None if found is None or rewards is not None else found.correct,
+        eval_exact_match=None if found is None or rewards is not None else found.exact,
         eval_rewards=rewards,
         best_step=None if spec.average else outcomes[best].best_step,
         equivalence_error=max((each.equivalence_error or 0.0 for each in outcomes), default=None),

@@ -30,6 +30,8 @@ class Evaluated(NamedTuple):
     """In nats per token, if it is a mean."""
     correct: float
     """Target tokens that are the model's most likely next token, or pairs that are in the right order."""
+    exact: float = 0.0
+    """Samples of which every target token is predicted, or their share; 0 with a preference objective."""
     measured: tuple[float, ...] = ()
     """See `Objective.measured`; always sums."""
 
@@ -52,7 +54,7 @@ def sums(
     """
     counted = np.flatnonzero(samples.targets)
     objective = replica.token_loss.objective
-    length = 2 if objective is None else 2 + MEASURED
+    length = 3 if objective is None else 3 + MEASURED
     total = torch.zeros(length, dtype=torch.float64, device=replica.device)
     was_training = replica.model.training
     replica.model.eval()
@@ -75,12 +77,13 @@ def sums(
                 found = replica.evaluate(batch.to(replica.device))
                 if number < len(own):  # otherwise only other ranks have a micro-batch left
                     assert found.correct is not None
-                    numbers = torch.stack([found.loss_sum, found.correct])
+                    exact = torch.zeros_like(found.loss_sum) if found.exact is None else found.exact
+                    numbers = torch.stack([found.loss_sum, found.correct, exact])
                     total += numbers if found.measured is None else torch.cat([numbers, found.measured])
     finally:
         replica.model.train(was_training)
-    loss, correct, *measured = total.tolist()
-    return Evaluated(loss, correct, tuple(measured))
+    loss, correct, exact, *measured = total.tolist()
+    return Evaluated(loss, correct, exact, tuple(measured))
 
 
 def _of_whole_set(
@@ -125,7 +128,7 @@ def evaluated(training: TrainingRun) -> Evaluated:
     batch = training.assignment.spec.effective_batch_size
     tokens = min(min(budget.tokens(longest) for budget in training.budgets), batch * most)
     measures = training.replica.token_loss.objective is not None
-    nothing = Evaluated(0.0, 0.0, (0.0,) * MEASURED if measures else ())
+    nothing = Evaluated(0.0, 0.0, 0.0, (0.0,) * MEASURED if measures else ())
     while True:
         own, interruption_requested, failure = nothing, False, None
         try:
@@ -142,9 +145,10 @@ def evaluated(training: TrainingRun) -> Evaluated:
         if interrupted:
             raise InterruptionRequested
         if not failed:
-            whole = samples.denominator(np.flatnonzero(samples.targets))
-            loss, correct, *measured = group.sum([own.loss, own.correct, *own.measured])
-            return Evaluated(loss / whole, correct / whole, tuple(measured))
+            counted = np.flatnonzero(samples.targets)
+            whole = samples.denominator(counted)
+            loss, correct, exact, *measured = group.sum([own.loss, own.correct, own.exact, *own.measured])
+            return Evaluated(loss / whole, correct / whole, exact / len(counted), tuple(measured))
         tokens //= 2
 
 
@@ -159,11 +163,13 @@ def record(
     own, loss = state.evaluations, found.loss
     own.loss, own.at_step = loss, state.step
     own.token_accuracy = found.correct if rewards is None else None
+    own.exact_match = found.exact if rewards is None else None
     own.rewards = None if rewards is None else rewards.model_dump()
     better = own.best_loss is None or loss < own.best_loss
     if better:
         own.best_loss, own.best_step = loss, state.step
         own.best_token_accuracy, own.best_rewards = own.token_accuracy, own.rewards
+        own.best_exact_match = own.exact_match
     least = early_stopping.min_delta if early_stopping else 0.0
     if own.gained_loss is None or loss < own.gained_loss - least:
         own.gained_loss, own.without_gain = loss, 0

@@ -39,6 +39,7 @@ def finish(training: TrainingRun) -> Outcome:
         checkpoint.load_weights(best, Parameters(model))
         evaluations.loss, evaluations.rewards = evaluations.best_loss, evaluations.best_rewards
         evaluations.token_accuracy = evaluations.best_token_accuracy
+        evaluations.exact_match = evaluations.best_exact_match
         message = f"Saving the model of step {evaluations.best_step}, which has the lowest validation loss."
         training.reporter.event("best", message)
     noise = noise_scale.estimate(training.state.noise)
@@ -82,6 +83,7 @@ def outcome(
         effective_batch_size=training.assignment.spec.effective_batch_size,
         eval_loss=state.evaluations.loss,
         eval_token_accuracy=state.evaluations.token_accuracy,
+        eval_exact_match=state.evaluations.exact_match,
         eval_rewards=None if rewards is None else Rewards.model_validate(rewards),
         best_step=state.evaluations.best_step,
         equivalence_error=state.fallbacks.equivalence_error,

@@ -30,7 +30,7 @@ from workers.training.batches import tokens_of
 from workers.training.budget import WINDOWS_BEFORE_GROWTH
 from workers.training.checkpoint_writer import Written
 from workers.training.distributed.group import ALONE, Group
-from workers.training.evaluation import evaluated
+from workers.training.evaluation import Evaluated, evaluated
 from workers.training.exceptions import Interrupted, InterruptionRequested
 from workers.training.finish import finish, outcome
 from workers.training.loss_checks import final_failures
@@ -198,7 +198,7 @@ def evaluate(training: TrainingRun) -> None:
         return
     found = evaluated(training)
     loss, rewards = found.loss, rewards_of(training, found.measured)
-    accuracy = found.correct if rewards is None else None
+    accuracy, exact = (found.correct, found.exact) if rewards is None else (None, None)
     if not isfinite(loss):
         message = f"The validation loss at step {state.step} is not finite, and is ignored."
         training.reporter.event(
@@ -210,16 +210,17 @@ def evaluate(training: TrainingRun) -> None:
     training.reporter.event(
         "evaluation",
         f"Validation loss {loss:.4f} at step {state.step}{', the best so far' if better else ''}"
-        f"{_what_is_right(found.correct, rewards)}.",
+        f"{_what_is_right(found, rewards)}.",
         step=state.step,
         loss=loss,
         token_accuracy=accuracy,
+        exact_match=exact,
         rewards=None if rewards is None else rewards.model_dump(),
         best=better,
     )
     tracked = {"validation/loss": loss}
-    if accuracy is not None:
-        tracked["validation/token_accuracy"] = accuracy
+    if accuracy is not None and exact is not None:
+        tracked |= {"validation/token_accuracy": accuracy, "validation/exact_match": exact}
     training.trackers.write(state.step, tracked | named_by_trl(rewards, "validation/"))
     if training.group.leads and not training.replica.is_sharded:
         completions.at_evaluation(training)
@@ -234,10 +235,11 @@ def evaluate(training: TrainingRun) -> None:
         )
 
 
-def _what_is_right(correct: float, rewards: Rewards | None) -> str:
+def _what_is_right(found: Evaluated, rewards: Rewards | None) -> str:
     """The end of a sentence on an evaluation: what the model gets right."""
     if rewards is None:
-        return f"; {correct:.1%} of the tokens are predicted correctly"
+        whole = f", and every token of {found.exact:.1%} of the samples" if found.exact else ""
+        return f"; {found.correct:.1%} of the tokens are predicted correctly{whole}"
     if rewards.accuracy is not None:
         return f"; in {rewards.accuracy:.1%} of the pairs, the chosen answer has the higher reward"
     return "" if rewards.margin is None else f"; the mean margin between rewards is {rewards.margin:.3g}"

@@ -41,6 +41,9 @@ class Forward:
     correct: Tensor | None = None
     """The weighted number of targets that are the most likely token, or of pairs in the right order, a
     scalar; None if they were not counted."""
+    exact: Tensor | None = None
+    """The number of sequences of which every target is the most likely token, so that greedy decoding gives
+    exactly these targets; a scalar, None if they were not counted."""
     measured: Tensor | None = None
     """See `Objective.measured`; None without a preference objective."""
 
@@ -116,13 +119,14 @@ class TokenLoss(nn.Module):
             parts = [slice(start, start + self.head.rows) for start in self.head.starts(len(hidden))]
             found = ((part, self.head.logits(hidden[part])) for part in parts)  # type: ignore[assignment]
         loss = torch.zeros((), dtype=torch.float64, device=positions.device)
-        correct = torch.zeros_like(loss)
+        correct, hits = torch.zeros_like(loss), []
         for part, logits in found:
             targets = batch.targets[part]
             weights = 1.0 if batch.weights is None else batch.weights[part]
             loss += (_of_each(logits, targets) * weights).sum()
-            correct += ((logits.argmax(-1) == targets) * weights).sum()
-        return Forward(loss, correct=correct)
+            hits.append(logits.argmax(-1) == targets)
+            correct += (hits[-1] * weights).sum()
+        return Forward(loss, correct=correct, exact=_all_hit(hits, batch))
 
     def _score(self, batch: MicroBatch, *, only: bool) -> Forward:
         """The log-probabilities, or what the objective makes of them, without gradient."""
@@ -252,6 +256,17 @@ class TokenLoss(nn.Module):
                 ),
             )  # fmt: skip
         return loss
+
+
+def _all_hit(hits: list[Tensor], batch: MicroBatch) -> Tensor:
+    """The number of sequences with targets all of which are hits, in fp64."""
+    counts = torch.tensor(batch.target_counts)
+    missed = torch.zeros(len(counts), dtype=torch.int64, device=batch.targets.device)
+    if hits:
+        sequence = torch.arange(len(counts)).repeat_interleave(counts).to(missed.device)
+        missed.index_add_(0, sequence, (~torch.cat(hits)).to(torch.int64))
+    has_targets = (counts > 0).to(missed.device)
+    return (has_targets & (missed == 0)).sum().to(torch.float64)
 
 
 def _scores(each: Tensor, scoring: Scoring | None) -> Tensor:

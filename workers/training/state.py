@@ -245,6 +245,10 @@ class Evaluations:
     """The share of target tokens that the model predicts; None with a preference objective."""
     best_token_accuracy: float | None = None
     """That of the step with the lowest loss."""
+    exact_match: float | None = None
+    """The share of samples of which the model predicts every target; None with a preference objective."""
+    best_exact_match: float | None = None
+    """That of the step with the lowest loss."""
     rewards: dict[str, float | None] | None = None
     """What a preference objective measured (app/contract/reports.py: Rewards)."""
     best_rewards: dict[str, float | None] | None = None

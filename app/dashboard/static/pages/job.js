@@ -348,6 +348,8 @@ async function showOutcome(outcome, job, signal) {
       result.eval_loss !== null && fact("Loss on held-out samples", fixed(result.eval_loss), "validation"),
       result.eval_token_accuracy !== null &&
         fact("Tokens of held-out samples predicted correctly", percent(result.eval_token_accuracy)),
+      typeof result.eval_exact_match === "number" &&
+        fact("Held-out samples predicted entirely", percent(result.eval_exact_match)),
       typeof result.eval_rewards?.accuracy === "number" &&
         fact("Held-out pairs in the right order", percent(result.eval_rewards.accuracy), "rewards"),
       typeof result.eval_rewards?.margin === "number" &&
