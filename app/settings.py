@@ -39,6 +39,9 @@ class Settings(BaseSettings):
         None, description="SQLAlchemy URL; default: accrue.db in the data folder"
     )
     models_dir: Path | None = Field(None, description="Local base models: a folder's name is a model's name")
+    metrics_dir: Path | None = Field(
+        None, description="Programs that score a model's completions: a file's name is a metric's name"
+    )
     datasets_dir: Path | None = Field(
         None, description="Training files that requests may name: a file's name is a dataset's name"
     )

@@ -11,6 +11,7 @@ import structlog
 
 from app.contract.assignment import Assignment
 from app.contract.fail_points import fail_point
+from app.contract.metric_names import metric_programs
 from app.contract.plan import Plan
 from app.contract.spec import Spec
 from app.datasets import lengths
@@ -67,6 +68,7 @@ class Launcher:
         earlier = Plan.model_validate(job.plan)
         resumed = self._resumed_plan(spec, earlier, devices)
         plan = resumed or self._new_plan(spec, devices)
+        programs = metric_programs(self.settings.metrics_dir)
         assignment = Assignment(
             job_id=job.id,
             attempt=job.attempt,
@@ -76,6 +78,7 @@ class Launcher:
             validation_file=self._validation_file(spec),
             model_path=base_models.path_of(spec.model, self.settings),
             layer_paths=base_models.layer_paths(spec.model, self.settings),
+            metrics={name: path for name, path in programs.items() if name in spec.metrics},
         )
         with self.database.writing() as session:
             queue.store_plan(session, fence, plan, _name(devices))

@@ -240,6 +240,8 @@ class Spec(Frozen):
     """The number of held-out prompts that are completed before and after training."""
     objective: PreferenceSpec | None = None
     """None: supervised fine-tuning, whose loss is a sum over tokens."""
+    metrics: tuple[str, ...] = ()
+    """The operator's programs that score these completions."""
     tune: Tune | None = None
     """while_training: try other micro-batch sizes in windows of the job; first: measure them after the first
     steps; only: measure them, and make no model; None: use the planned size."""

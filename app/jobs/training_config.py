@@ -1,8 +1,8 @@
 """How a model is trained: schedule, optimizer, method, evaluation."""
 
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import AliasChoices, Field, model_validator
+from pydantic import AliasChoices, Field, StringConstraints, model_validator
 
 from app.contract.arguments import (
     OPTIMIZER_ARGUMENTS,
@@ -89,9 +89,16 @@ class TrainingConfig(Request):
     completions: int = Field(
         3,
         ge=0,
-        le=20,
+        le=200,
         description="Number of held-out prompts to complete before and after training, and at evaluations as "
-        "far as that takes little time; needs validation data",
+        "far as that takes little time; needs validation data. With metrics: 20 if not given",
+    )
+    metrics: list[Annotated[str, StringConstraints(max_length=64)]] = Field(
+        default_factory=list,
+        fail_fast=True,
+        max_length=10,
+        description="Names of programs in the operator's ACCRUE_METRICS_DIR that score these completions, "
+        "before and after training and at every evaluation",
     )
     report_to: list[Tracker] = Field(default_factory=list, fail_fast=True, max_length=3)
     timeout_seconds: float | None = Field(None, gt=0)

@@ -19,6 +19,7 @@ _COLUMNS = tuple(name for name in LogLine.model_fields if name not in _NESTED)
 _REWARDS = {f"reward_{name}": name for name in Rewards.model_fields}
 """The columns of what a preference objective measured; empty for supervised fine-tuning."""
 _HEADER = (*_COLUMNS, *_REWARDS, *VALIDATION)
+_NONE = Evaluation(None, None)
 
 
 def csv_lines(
@@ -29,21 +30,27 @@ def csv_lines(
     Args:
         evaluated: the evaluations by step; their columns are empty at other steps.
     """
-    yield _rows([dict(zip(_HEADER, _HEADER, strict=True))])
+    names = sorted({name for each in evaluated.values() for name in each.metrics or ()})
+    header = (*_HEADER, *(f"valid_{name}" for name in names))
+    yield _rows(header, [dict(zip(header, header, strict=True))])
     for page in pages:
-        yield _rows(
-            {
-                **row,
-                **{column: (row["rewards"] or {}).get(name) for column, name in _REWARDS.items()},
-                **dict(zip(VALIDATION, evaluated.get(row["step"], (None, None, None))[:3], strict=True)),
-            }
-            for row in page
-        )
+        yield _rows(header, (_with_nested(row, evaluated.get(row["step"], _NONE), names) for row in page))
 
 
-def _rows(rows: Iterable[dict[str, Any]]) -> str:
+def _with_nested(row: dict[str, Any], evaluation: Evaluation, names: Sequence[str]) -> dict[str, Any]:
+    """A log line with columns for its rewards, for what an evaluation found, and for the operator's metrics."""
+    rewards, metrics = row["rewards"] or {}, evaluation.metrics or {}
+    return {
+        **row,
+        **{column: rewards.get(name) for column, name in _REWARDS.items()},
+        **dict(zip(VALIDATION, evaluation[: len(VALIDATION)], strict=True)),
+        **{f"valid_{name}": metrics.get(name) for name in names},
+    }
+
+
+def _rows(header: Sequence[str], rows: Iterable[dict[str, Any]]) -> str:
     out = io.StringIO()
-    csv.DictWriter(out, _HEADER, lineterminator="\n", extrasaction="ignore").writerows(rows)
+    csv.DictWriter(out, header, lineterminator="\n", extrasaction="ignore").writerows(rows)
     return out.getvalue()
 
 

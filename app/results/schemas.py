@@ -44,6 +44,8 @@ class Evaluation(ResponseModel):
     decoding gives exactly the expected answer; null with a preference objective."""
     rewards: Rewards | None = None
     """What a preference objective measured on the validation data."""
+    metrics: dict[str, float] | None = None
+    """The operator's own metrics, by name; also at step 0, before training."""
 
 
 class Metrics(ResponseModel):

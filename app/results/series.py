@@ -46,26 +46,34 @@ class Evaluation(NamedTuple):
     exact_match: float | None = None
     rewards: dict[str, float | None] | None = None
     """With a preference objective (app/contract/reports.py: Rewards)."""
+    metrics: dict[str, float] | None = None
+    """The operator's own metrics, by name."""
 
 
 def evaluations(
     where: Session | Connection, job_id: str, steps: Sequence[int] | None = None
 ) -> dict[int, Evaluation]:
-    """What each evaluation found, by step; if a step was evaluated twice, the later attempt's counts.
+    """What each evaluation found, by step in order; if a step was evaluated twice, the later attempt's
+    counts. The operator's own metrics are also computed before the first step (at step 0) and after the last.
 
     Args:
         steps: only those of these steps; None: all, of which there are at most `MAX_EVALUATIONS`.
     """
-    query = select(JobEvent.data).where(JobEvent.job_id == job_id, JobEvent.type == "evaluation")
+    of_evaluations = JobEvent.type.in_(("evaluation", "metric"))
+    query = select(JobEvent.type, JobEvent.data).where(JobEvent.job_id == job_id, of_evaluations)
     if steps is not None:
         query = query.where(JobEvent.data["step"].as_integer().in_(steps))
-    ordered = query.order_by(JobEvent.attempt, JobEvent.id)
-    return {
-        data["step"]: Evaluation(
-            data["loss"], data.get("token_accuracy"), data.get("exact_match"), data.get("rewards")
-        )
-        for (data,) in where.execute(ordered)
-    }
+    found: dict[int, Evaluation] = {}
+    for kind, data in where.execute(query.order_by(JobEvent.attempt, JobEvent.id)):
+        known = found.get(data["step"], Evaluation(None, None))
+        if kind == "evaluation":
+            names = ("token_accuracy", "exact_match", "rewards")
+            own = {name: data.get(name) for name in names}
+            found[data["step"]] = known._replace(loss=data["loss"], **own)
+        elif data["value"] is not None:
+            metrics = {**(known.metrics or {}), data["name"]: data["value"]}
+            found[data["step"]] = known._replace(metrics=metrics)
+    return dict(sorted(found.items()))
 
 
 def each_step(where: Session | Connection, job_id: str, from_step: int = 0) -> Iterator[dict[str, Any]]:

@@ -34,6 +34,7 @@ from app.submissions.build_spec import Data, build_spec
 from app.submissions.distribution import Distribution
 from app.submissions.durations import predict, with_duration
 from app.submissions.methods import training_from
+from app.submissions.metrics import with_metrics
 from app.submissions.objectives import training_for
 from app.submissions.requested_devices import check_that_workers_can, devices_of
 from app.webhooks import addresses
@@ -102,6 +103,8 @@ def check(
     own_data, described = _own_data(requested, settings)
     data = uploaded or described
     training = training_for(training, data.format)
+    validates = validation is not None or requested.dataset_config.validation_split is not None
+    training = with_metrics(training, validates=validates, settings=settings)
     config = _adjusted(config, requested)
     spec = build_spec(
         model,

@@ -209,6 +209,7 @@ def build_spec(
         log_gradients=config.log_gradients,
         report_to=tuple(training.report_to),
         completions=training.completions if own.validation is not None and not training.compile else 0,
+        metrics=tuple(dict.fromkeys(training.metrics)),
         profile=profile,
         deterministic=training.deterministic,
         tune=own_tune,

@@ -15,6 +15,7 @@ import torch
 from app.contract.reports import Completion, Completions, EarlierCompletion
 from workers.training.data import Samples
 from workers.training.kernels import own_kernels
+from workers.training.metric_programs import Completed, NotScored, score
 
 if TYPE_CHECKING:
     from workers.training.training_run import TrainingRun
@@ -67,9 +68,11 @@ def after(training: "TrainingRun") -> None:
 
 
 def at_evaluation(training: "TrainingRun") -> None:
-    """Completes prompts with the model as it is now, unless that has taken too much of the time."""
+    """Completes prompts with the model as it is now, unless that has taken too much of the time and no metric
+    needs it."""
     step, spent = training.state.step, training.spent_on_completions
-    if training.finished or not spent.allows_more():
+    has_time = spent.allows_more() or bool(training.assignment.spec.metrics)
+    if training.finished or not has_time or spent.seconds == inf:
         return
 
     def added(known: Completion, text: str) -> Completion:
@@ -117,9 +120,28 @@ def _complete_prompts(training: "TrainingRun", update: Callable[[Completion, str
     known = training.run.completions()
     if known is None or len(known.data) != len(requested):
         known = Completions(data=tuple(_unanswered(training.tokenizer, prompt) for prompt in requested))
-    answered = zip(known.data, made, strict=True)
+    answered = list(zip(known.data, made, strict=True))
     training.run.write_completions(Completions(data=tuple(update(each, text) for each, text in answered)))
+    _score(training, [Completed(each.prompt, each.expected, text) for each, text in answered])
     return True
+
+
+def _score(training: "TrainingRun", completed: list[Completed]) -> None:
+    """Computes the operator's own metrics of the completions."""
+    step, programs = training.state.step, training.assignment.metrics
+    for name in training.assignment.spec.metrics:
+        try:
+            if name not in programs:
+                raise NotScored("this worker has no such program in ACCRUE_METRICS_DIR")
+            value = score(programs[name], completed)
+        except NotScored as error:
+            why = f"The metric {name} was not computed: {error}."
+            training.reporter.event("metric", why, "warning", step=step, name=name, value=None)
+            continue
+        training.reporter.event(
+            "metric", f"{name} at step {step}: {value:.6g}.", step=step, name=name, value=value
+        )
+        training.trackers.write(step, {f"validation/{name}": value})
 
 
 def _unanswered(tokenizer: Any, prompt: Prompt) -> Completion:

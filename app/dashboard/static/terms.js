@@ -54,6 +54,8 @@ const TERMS = {
     "measured: in a run on this service; simulated: by simulating the training step, without a GPU; formula: from the model's sizes; literature: a rule of thumb with its source; requested: your own value.",
   completions:
     "Prompts from held-out samples: the trained model's completion, next to the base model's and the expected text. Those at evaluations show how it got there.",
+  own_metrics:
+    "A metric of whoever runs this service: a program scores the completions of held-out prompts, before training and of the saved model.",
   noise: "Variance of the loss around its trend. A batch four times as large has about a quarter of it.",
 };
 

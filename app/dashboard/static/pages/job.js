@@ -331,9 +331,10 @@ async function showOutcome(outcome, job, signal) {
   outcome.hidden = !result;
   if (!result) return;
   const path = `gradient-accumulation/training/${job.id}`;
-  const [{ stats }, completions] = await Promise.all([
+  const [{ stats }, completions, { evaluations }] = await Promise.all([
     get(`gradient-accumulation/stats/${job.id}`, signal),
     get(`${path}/completions`, signal),
+    get(`${path}/metrics?points=2`, signal),
   ]);
   const certificate =
     result.equivalence_error === null ? "not computed" : `relative difference ${result.equivalence_error.toExponential(1)}`;
@@ -354,6 +355,7 @@ async function showOutcome(outcome, job, signal) {
         fact("Held-out pairs in the right order", percent(result.eval_rewards.accuracy), "rewards"),
       typeof result.eval_rewards?.margin === "number" &&
         fact("Margin between rewards, held-out", fixed(result.eval_rewards.margin), "rewards"),
+      ownMetrics(evaluations),
       fact("Target tokens trained on", number(result.trained_tokens)),
       fact("Gradient check", certificate, "certificate"),
       noise && fact("Noise scale", formatNoiseScale(noise), "noise_scale"),
@@ -382,6 +384,16 @@ async function showOutcome(outcome, job, signal) {
     result.model_path && exportSection(job, signal),
     completions.data.length ? h("div", { class: "samples" }, samples(completions.data)) : null,
   );
+}
+
+/** The operator's own metrics, before and after training. */
+function ownMetrics(evaluations) {
+  const measured = evaluations.filter((each) => each.metrics);
+  const names = [...new Set(measured.flatMap((each) => Object.keys(each.metrics)))];
+  return names.map((name) => {
+    const values = measured.map((each) => each.metrics[name]).filter((value) => value !== undefined);
+    return fact(name, `${fixed(values[0])} → ${fixed(values.at(-1))}`, "own_metrics");
+  });
 }
 
 /** How the model completes held-out prompts, before and after training and at evaluations. */
