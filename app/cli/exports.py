@@ -34,8 +34,8 @@ def export(
         str | None,
         typer.Option(
             "--type",
-            help="Type of the weights: fp32, bf16, fp16, or for gguf q8_0; default: as the base model is "
-            "stored",
+            help="Type of the weights: fp32, bf16, fp16, or for gguf q8_0; default: as the base model, or "
+            "a whole trained model, is stored",
             show_default=False,
         ),
     ] = None,
@@ -63,7 +63,7 @@ def export(
         target = output or Path(made["id"])
         if target.exists():
             client.delete(f"{path}/{made['id']}")
-            raise InvalidRequest(f"{target} exists already: choose another folder")
+            raise InvalidRequest(f"{target} already exists: set --output to a folder that does not exist yet")
         made = _finished(client, f"{path}/{made['id']}", quiet=as_json)
         fetch_tar(client, str(made["download"]), target)
         client.delete(f"{path}/{made['id']}")  # the service needs to keep no second copy

@@ -254,7 +254,7 @@ def _show_progress(bar: Progress, task: TaskID, job: dict[str, Any]) -> None:
     state = job["status"] + (f": {reason}" if reason else "")
     if progress.get("samples_to_prepare") and job["status"] == "running":
         done, of = progress["prepared_samples"], progress["samples_to_prepare"]
-        state += f": tokenised {done:,} of {of:,} samples"
+        state += f": prepared {done:,} of {of:,} samples"
     bar.update(
         task,
         description=state,

@@ -79,8 +79,12 @@ class ObjectiveArguments(Request):
     label_smoothing: float | None = Field(
         None, ge=0, lt=0.5, description="dpo: the assumed share of pairs that are the wrong way round (0)"
     )
-    desirable_weight: float | None = Field(None, ge=0, le=1000, description="kto (1)")
-    undesirable_weight: float | None = Field(None, ge=0, le=1000, description="kto (1)")
+    desirable_weight: float | None = Field(
+        None, ge=0, le=1000, description="kto: the weight of the loss of desirable answers (1)"
+    )
+    undesirable_weight: float | None = Field(
+        None, ge=0, le=1000, description="kto: the weight of the loss of undesirable answers (1)"
+    )
 
 
 class LoraConfig(Request):

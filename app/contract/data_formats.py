@@ -1,5 +1,5 @@
-"""One line of training data: text, a prompt with its completion, a chat, or an answer with a judgement on it;
-other common shapes become one of these (`row_shapes`).
+"""One line of training data: text, a prompt with its completion, a chat, a pair of answers, or a labelled
+answer; other common shapes become one of these (`row_shapes`).
 
 The service validates uploaded lines with these classes, and the trainer parses the lines with the same
 classes: every accepted line can be trained on.
@@ -130,21 +130,21 @@ class ChatPair(Line):
         )
 
 
-class JudgedCompletion(PromptCompletion):
+class LabelledCompletion(PromptCompletion):
     """A completion that is desirable or not."""
 
     label: bool
 
 
-class JudgedChat(Chat):
+class LabelledChat(Chat):
     """A chat in which what the assistant says is desirable or not."""
 
     label: bool
 
 
-Judged = JudgedCompletion | JudgedChat
+Labelled = LabelledCompletion | LabelledChat
 Pair = PromptPair | ChatPair
-Example = SingleExample | Pair | Judged
+Example = SingleExample | Pair | Labelled
 
 _CLASSES: dict[DataFormat, tuple[tuple[set[str], type[Example]], ...]] = {
     "preference": (
@@ -152,8 +152,8 @@ _CLASSES: dict[DataFormat, tuple[tuple[set[str], type[Example]], ...]] = {
         ({"prompt", "chosen", "rejected"}, PromptPair),
     ),
     "unpaired_preference": (
-        ({"messages", "label"}, JudgedChat),
-        ({"prompt", "completion", "label"}, JudgedCompletion),
+        ({"messages", "label"}, LabelledChat),
+        ({"prompt", "completion", "label"}, LabelledCompletion),
     ),
     "messages": (({"messages"}, Chat),),
     "prompt_completion": (({"prompt", "completion"}, PromptCompletion),),
@@ -166,7 +166,7 @@ taken."""
 def _class_for(name: DataFormat, row: dict[str, Any]) -> type[Example] | None:
     """The class of a format that the keys of the row belong to."""
     if name == "unpaired_preference" and not isinstance(row.get("label"), bool):
-        return None  # a class or a score, of which this is not made
+        return None  # a class index or a score, not a preference
     return next((own for keys, own in _CLASSES[name] if keys <= row.keys()), None)
 
 
@@ -203,8 +203,8 @@ def format_of(line: dict[str, Any]) -> DataFormat:
         if _class_for(name, line) is not None:
             return name
     raise BadLine(
-        'expected the keys "messages", or "prompt" and "completion", or "text", or "prompt", "chosen" and '
-        "\"rejected\", or a shape such as Alpaca's or ShareGPT's; "
+        'expected the keys "messages", or "prompt" and "completion" (and perhaps "label"), or "text", or '
+        '"prompt", "chosen" and "rejected", or a shape such as Alpaca\'s or ShareGPT\'s; '
         f"found {', '.join(ascii(key[:MAX_KEY_LENGTH]) for key in sorted(line)[:8]) or 'none'}. If other "
         'columns hold the samples, assign them: columns={"prompt": "question", "completion": '
         '"answer"}'
@@ -252,6 +252,8 @@ def parse_row(value: Any, expected: DataFormat | None = None) -> tuple[DataForma
         raise BadLine("is nested too deeply") from None
     own = _class_for(expected, row) if expected else None
     name = expected if expected and own is not None else format_of(row)
+    if expected == "unpaired_preference" and name in ("prompt_completion", "messages"):
+        raise BadLine("label: missing, or not true or false, although other lines are labelled answers")
     if expected and name != expected:
         raise BadLine(f"this is a {name} line, but the format is {expected}")
     own = own or _class_for(name, row)

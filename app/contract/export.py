@@ -15,11 +15,11 @@ whole model in one file for llama.cpp and Ollama."""
 ExportType = Literal["fp32", "bf16", "fp16", "q8_0"]
 """The type of an export's weights; q8_0 (GGUF only) has 8 bits."""
 
-LEAST_AGREEMENT = 0.999
-"""The least share of tokens on which an export must agree with the trained model, unless it is quantised."""
-
 FILES = "files"
 """The folder of an export's files, in its folder."""
+
+LEAST_AGREEMENT = 0.999
+"""The minimum of `agreement` plus `near_ties` at which an export is valid, unless it is quantised."""
 
 LEAST_AGREEMENT_QUANTISED = 0.9
 """The same for quantised weights, whose drift is stated: below this, more than rounding is wrong."""
@@ -30,7 +30,7 @@ rounding of the weights may decide between them."""
 
 
 class ExportOrder(Frozen):
-    """What a worker is asked to export."""
+    """What a worker is to export."""
 
     model: ModelReference
     """The trained model."""
@@ -40,7 +40,7 @@ class ExportOrder(Frozen):
     """The model's name, for commands."""
     format: ExportFormat
     type: ExportType | None
-    """None: as the base model is stored."""
+    """None: as the base model, or a whole trained model, is stored."""
     data: DataSpec
     """The samples to compare on: the job's held-out samples, or if it has none, its training samples."""
     data_file: str

@@ -44,7 +44,8 @@ class LengthBin(ResponseModel):
 
 
 class Lengths(ResponseModel):
-    """Lengths of the examples in tokens, before truncation or splitting."""
+    """Lengths of the examples in tokens, before truncation or splitting; of a pair, that of the prompt with
+    the longer answer."""
 
     examples: int = Field(description="How many were measured: all, or a sample spread evenly over the file")
     shortest: int
@@ -54,7 +55,10 @@ class Lengths(ResponseModel):
     over_max_length: int = Field(description="Examples longer than max_length, to be cut, split or rejected")
     without_targets: int = Field(description="Examples without a target token within max_length")
     kept: float | None = Field(
-        None, ge=0, allow_inf_nan=False, description="Mean tokens of an example after truncation"
+        None,
+        ge=0,
+        allow_inf_nan=False,
+        description="Mean tokens of an example after truncation, both answers of a pair together",
     )
     target_share: float = Field(
         ge=0, le=1, description="Share of the tokens within max_length that count toward the loss"

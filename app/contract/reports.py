@@ -120,8 +120,9 @@ class TuningStep(Frozen):
 
 
 class Rewards(Frozen):
-    """What a preference objective finds of samples: means over pairs, or over labelled answers. A reward is β
-    times the log-ratio to the model that the job starts from (dpo, kto), or to 1 per token (orpo, simpo)."""
+    """Means over pairs, or over labelled answers (of which the desirable ones are `chosen`, the others
+    `rejected`). A reward is β times an answer's log-ratio to the reference model (dpo, kto), or β times its
+    mean log-probability per token (orpo, simpo)."""
 
     chosen: Number | None
     """Of the chosen or desirable answers."""
@@ -132,8 +133,9 @@ class Rewards(Frozen):
     accuracy: Number | None
     """The share of pairs whose chosen answer has the higher reward; null for labelled answers."""
     chosen_log_prob: Number | None
-    """The summed log-probability of the answer's tokens, in nats."""
+    """Mean over chosen answers of the summed log-probability of an answer's tokens, in nats."""
     rejected_log_prob: Number | None
+    """The same of rejected answers."""
     divergence: Number | None = None
     """kto: the estimated divergence from the model that the job starts from, in nats."""
 
@@ -152,7 +154,8 @@ class LogLine(Frozen):
     epoch: Count
     samples: Count
     loss: Number
-    """Sum of token losses over the window, divided by its target tokens."""
+    """Sum of the window's losses, divided by its target tokens, or by its samples with a preference
+    objective."""
     loss_ema: Number
     gradient_accumulation_steps: Count
     effective_batch_size: Count
@@ -163,7 +166,7 @@ class LogLine(Frozen):
     """Global norm of the window's gradient before clipping; under `each_micro_batch`, of the running sum
     after its clips."""
     tokens: TokenCount
-    """Target tokens: those that the loss is averaged over."""
+    """Target tokens."""
     input_tokens: TokenCount
     """Tokens of the samples, including prompts but not padding."""
     padded_tokens: TokenCount
@@ -212,7 +215,7 @@ class WindowProgress(Frozen):
     accumulation_step: Count
     """Micro-batches of this window so far."""
     prepared_samples: Count | None = None
-    """Samples tokenised so far; null once training has begun."""
+    """Samples tokenised so far, or then scored by the reference model; null once training has begun."""
     samples_to_prepare: Count | None = None
 
 

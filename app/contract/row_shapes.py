@@ -75,6 +75,8 @@ def canonical(row: dict[str, Any]) -> dict[str, Any]:
         del found["weight"]
     if found.get("messages", 1) is None and ("text" in found or "prompt" in found):
         del found["messages"]  # an empty cell
+    if (label := str(found.get("label")).strip().lower()) in ("true", "false"):
+        found["label"] = label == "true"  # CSV has only text
     if "preferred_output" in found and "non_preferred_output" in found:
         _of_openai_preference(found)
     if "chosen" in found and "rejected" in found:
@@ -127,7 +129,7 @@ def _of_pair(row: dict[str, Any]) -> None:
         if common:
             before, chosen, rejected = chosen[:common], chosen[common:], rejected[common:]
         elif before is None:
-            before = _turns(prompt, "prompt") if _is_list(prompt) else _asked(prompt)
+            before = _turns(prompt, "prompt") if _is_list(prompt) else _as_user_turn(prompt)
         row["messages"] = before
     else:
         raise BadShape("chosen and rejected are not both text, or both lists of messages")
@@ -155,7 +157,7 @@ def _prompt_turns(row: dict[str, Any]) -> list[Any] | None:
     return None
 
 
-def _asked(prompt: Any) -> list[Any]:
+def _as_user_turn(prompt: Any) -> list[Any]:
     if not isinstance(prompt, str):
         raise BadShape("has no prompt: expected prompt or messages beside chosen and rejected")
     return [{"role": "user", "content": prompt}]

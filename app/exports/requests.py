@@ -21,7 +21,7 @@ from app.storage.session import OF_EVERYONE, Session
 from app.storage.tables import Export
 
 CLAIM_SECONDS = 15.0
-"""Seconds after which a claim that was not renewed ends: the process that made it has ended."""
+"""Seconds after which a claim that was not renewed ends: the process that claimed it has ended."""
 
 RENEWAL_SECONDS = 3.0
 MAX_ATTEMPTS = 2

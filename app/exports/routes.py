@@ -37,6 +37,9 @@ from app.web.sessions import SessionRoute
 
 router = APIRouter(prefix="/training", tags=["training"], route_class=SessionRoute)
 
+_VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512, 1024)
+"""The ranks that vLLM allocates adapters for (vllm/config/lora.py), and the largest that can be trained."""
+
 ExportId = Annotated[str, Path(max_length=100, description="export-…")]
 
 
@@ -136,7 +139,7 @@ def files(
 ) -> Response:
     export = _found(session, training_id, export_id)
     if export.status != "succeeded":
-        raise Conflict(f"The export {export_id} is {export.status}: it has no files.")
+        raise Conflict(f"The export {export_id} has no files: its status is {export.status}.")
     named = [each.name for each in ExportResult.model_validate(export.result).files]
     if len(named) > run_files.MAX_MODEL_FILES:
         raise Conflict(f"The export {export_id} has too many files to be downloaded as one.")
@@ -184,23 +187,39 @@ def _answer(export: Export) -> ExportResponse:
         files=list(result.files),
         bytes=sum(each.bytes for each in result.files),
         verification=result.verification,
-        notes=list(result.notes),
+        notes=[*result.notes, *_notes(order)] if succeeded else list(result.notes),
         commands=_commands(order) if succeeded else None,
         download=f"{PREFIX}/training/{export.job_id}/exports/{export.id}/files" if succeeded else None,
     )
 
 
+def _notes(order: ExportOrder) -> list[str]:
+    """What users of an export have to know to follow its commands."""
+    if order.format != "adapter":
+        return []
+    base, _ = order.model.below_adapters()
+    if base != order.model.base_name:
+        return [f"The adapters belong on {base}: export it as a whole model, too, whose folder is BASE."]
+    if order.model.source != "hub":
+        return [f"BASE is the folder of the model {base}."]
+    return []
+
+
 def _commands(order: ExportOrder) -> ExportCommands:
     served = order.name.replace(":", "-").replace("/", "-")
     if order.format == "adapter":
-        base = order.model.base_name
+        base, revision = order.model.below_adapters()
+        is_on_hub = order.model.source == "hub" and base == order.model.base_name
+        named = quote(base) if is_on_hub else "BASE"
+        at = f', revision="{revision}"' if is_on_hub and revision else ""
         lora = order.model.layers[-1].lora
-        rank = 16 if lora is None else lora.r
+        rank = next(each for each in _VLLM_RANKS if lora is None or lora.r <= each)
         return ExportCommands(
             transformers="from peft import PeftModel; from transformers import AutoModelForCausalLM; "
-            f'model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{base}"), "DIR")',
-            vllm=f"vllm serve {quote(base)} --enable-lora --max-lora-rank {max(8, rank)} "
-            f"--lora-modules {quote(served)}=DIR",
+            f'base = AutoModelForCausalLM.from_pretrained("{base if is_on_hub else "BASE"}"{at}); '
+            'model = PeftModel.from_pretrained(base, "DIR")',
+            vllm=f"vllm serve {named}{f' --revision {quote(revision)}' if at and revision else ''} "
+            f"--enable-lora --max-lora-rank {rank} --lora-modules {quote(served)}=DIR",
             ollama=None,
         )
     if order.format == "gguf":

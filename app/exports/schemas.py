@@ -20,8 +20,8 @@ class ExportRequest(Request):
     )
     type: ExportType | None = Field(
         None,
-        description="Type of the weights; null: as the base model is stored. q8_0 (8 bits) only for gguf. "
-        "Adapters stay as they were trained",
+        description="Type of the weights; null: as the base model, or a whole trained model, is stored. "
+        "q8_0 (8 bits) only for gguf. Adapters stay as they were trained",
     )
 
     @model_validator(mode="after")
@@ -34,7 +34,8 @@ class ExportRequest(Request):
 
 
 class ExportCommands(ResponseModel):
-    """Shell commands that use an export; `DIR` is the folder in which its files are."""
+    """Shell commands that use an export, and Python for `transformers`. Replace `DIR` by the folder with its
+    files, and `BASE` as the notes say."""
 
     transformers: str = Field(description="Python that loads it")
     vllm: str | None = Field(description="null: vLLM does not read it")

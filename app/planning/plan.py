@@ -33,8 +33,7 @@ def sample_length_of(spec: Spec, lengths: Lengths | None) -> int:
     `max_length`."""
     if lengths is None:
         return spec.data.max_length
-    measured_all = lengths.examples >= spec.data.examples * spec.data.sequences_per_sample
-    margin = 1.0 if measured_all else _NOT_ALL_MEASURED
+    margin = 1.0 if lengths.examples >= spec.data.examples else _NOT_ALL_MEASURED
     rounded = ceil(lengths.longest * margin / _ROUNDED_TO) * _ROUNDED_TO
     return min(spec.data.max_length, max(_ROUNDED_TO, rounded))
 

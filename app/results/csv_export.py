@@ -38,7 +38,8 @@ def csv_lines(
 
 
 def _with_nested(row: dict[str, Any], evaluation: Evaluation, names: Sequence[str]) -> dict[str, Any]:
-    """A log line with columns for its rewards, for what an evaluation found, and for the operator's metrics."""
+    """A log line with columns for its rewards, for what an evaluation found, and for the operator's
+    metrics."""
     rewards, metrics = row["rewards"] or {}, evaluation.metrics or {}
     return {
         **row,

@@ -411,7 +411,7 @@ class Export(Base):
     result: Mapped[Any] = mapped_column(Json, nullable=True)
     error: Mapped[str | None]
     claimed_at: Mapped[float | None]
-    """When the process that makes it said so last."""
+    """When the process that makes it last renewed its claim."""
     claimed_by: Mapped[str | None]
     attempts: Mapped[int] = mapped_column(server_default="0")
 

@@ -58,7 +58,7 @@ def predict(
     of_file = speed is not None and speed.is_of_same_file
     counted = speed.tokens_per_sample if speed is not None and of_file else inputs.tokens_per_sample(spec)
     if counted is None and lengths is not None and spec.data.overlength != "split":
-        counted = None if lengths.kept is None else lengths.kept * spec.data.sequences_per_sample
+        counted = lengths.kept
     if counted is None and speed is not None:
         counted = speed.tokens_per_sample
     length = counted or _length_by_bytes(spec, data_bytes)

@@ -19,7 +19,7 @@ _SHAPES: dict[DataFormat, str] = {
     "preference": 'pairs: each line has a prompt (or messages), "chosen" and "rejected"',
     "unpaired_preference": "labelled answers: each line has a prompt and a completion (or messages), and "
     '"label" as true or false',
-    "messages": "samples to imitate: text, prompts with completions, or chats",
+    "messages": "texts, completions or chats to imitate",
 }
 """What a line of a format looks like, for messages."""
 
@@ -35,7 +35,9 @@ def training_for(training: TrainingConfig, data: DataFormat) -> TrainingConfig:
         needed = _SHAPES["messages" if name == "sft" else FORMATS[name][0]]
         suitable = ", ".join(each for each, formats in FORMATS.items() if data in formats)
         raise Unprocessable(
-            f"{name} learns from {needed}. The file's format is {data}, which suits {suitable}.", field=_FIELD
+            f"{name} learns from {needed}. The file's format is {data}, which suits {suitable}: set "
+            "objective to one of these, or leave it out.",
+            field=_FIELD,
         )
     changes: dict[str, object] = {"objective": name}
     try:
@@ -76,7 +78,7 @@ def data_for(data: DataSpec, objective: PreferenceSpec | None) -> DataSpec:
         return data
     if data.overlength == "split":
         raise Unprocessable(
-            f"overlength split would divide a sample, and {objective.name} compares whole ones: choose "
+            f"overlength: split divides samples, but {objective.name} compares whole answers: set it to "
             "truncate or error.",
             field="dataset_config.overlength",
         )

@@ -65,7 +65,7 @@ def test_the_command_downloads_a_model_that_agrees(working: Accrue, adapted: str
     assert working.get(f"{TRAINING}/{adapted}/exports")["data"] == [], "the service keeps no second copy"
     again = working.command("export", adapted, "-o", str(folder))
     assert again.returncode == 1
-    assert "exists already" in again.stderr
+    assert "already exists" in again.stderr
 
 
 def test_an_export_over_http(working: Accrue, adapted: str) -> None:

@@ -83,7 +83,9 @@ def task_of(
     )
 
 
-@pytest.mark.parametrize("type_", ["fp32", "bf16", None])
+@pytest.mark.parametrize(
+    "type_", ["bf16", *(pytest.param(each, marks=pytest.mark.thorough) for each in ("fp32", None))]
+)
 def test_a_whole_model_predicts_what_the_trained_one_does(
     run: RunDirectory, tmp_path: Path, type_: ExportType | None
 ) -> None:
@@ -139,9 +141,9 @@ def _lose_template(folder: Path) -> None:
     ("spoil", "why"),
     [
         (_spoil_weights, "does not agree with the trained model"),
-        (_forget_an_adapter, "does not agree with the trained model"),
+        pytest.param(_forget_an_adapter, "does not agree with the trained model", marks=pytest.mark.thorough),
         (_change_template, "gives other tokens"),
-        (_lose_template, "no chat template"),
+        pytest.param(_lose_template, "no chat template", marks=pytest.mark.thorough),
     ],
 )
 def test_what_differs_is_found(
@@ -159,6 +161,7 @@ def test_what_differs_is_found(
         exports.make(task_of(run, tmp_path, "merged"))
 
 
+@pytest.mark.thorough
 def test_a_spoiled_adapter_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = trained(tmp_path / "run", LORA)
     honest = exports._loaded_with_peft
@@ -176,17 +179,20 @@ def test_a_spoiled_adapter_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         exports.make(task_of(run, tmp_path / "own", "adapter"))
 
 
+@pytest.mark.thorough
 def test_without_its_data_a_model_is_not_exported(run: RunDirectory, tmp_path: Path) -> None:
     task = task_of(run, tmp_path, "merged")
     with pytest.raises(NotExported, match="has been deleted"):
         exports.make(task.model_copy(update={"data": str(tmp_path / "nothing.jsonl")}))
 
 
+@pytest.mark.thorough
 def test_gguf_needs_a_converter(run: RunDirectory, tmp_path: Path) -> None:
     with pytest.raises(NotExported, match="ACCRUE_GGUF_CONVERTER"):
         exports.make(task_of(run, tmp_path, "gguf"))
 
 
+@pytest.mark.thorough
 def test_a_converter_that_fails_is_named_with_its_reason(run: RunDirectory, tmp_path: Path) -> None:
     converter = tmp_path / "convert.py"
     converter.write_text("import sys; print('this family is unknown', file=sys.stderr); sys.exit(1)")
@@ -195,6 +201,7 @@ def test_a_converter_that_fails_is_named_with_its_reason(run: RunDirectory, tmp_
         exports.make(task)
 
 
+@pytest.mark.thorough
 def test_without_held_out_samples_training_samples_are_used(tmp_path: Path) -> None:
     write_chats(tmp_path / "data.jsonl")
     spec = make_spec(data=small_data(format="messages", examples=40), max_steps=4)

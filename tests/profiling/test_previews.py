@@ -82,6 +82,7 @@ def test_a_preview_request_times_out_if_no_worker_serves_it(database: Database, 
         assert not previews.has_unclaimed(session)
 
 
+@pytest.mark.thorough
 def test_data_that_the_trainer_could_not_read_is_rejected_with_the_reason(
     database: Database, settings: Settings, order: PreviewSpec
 ) -> None:
@@ -105,6 +106,7 @@ def test_an_endless_template_is_killed(
         requested(database, settings, order)
 
 
+@pytest.mark.thorough
 def test_a_preview_ends_with_the_process_that_its_worker_started(
     settings: Settings, order: PreviewSpec, tmp_path: Path
 ) -> None:

@@ -63,6 +63,7 @@ def test_a_job_that_an_unfinished_one_starts_from_stays(database: Database, sett
             parent_jobs.lock(session, spec)
 
 
+@pytest.mark.thorough
 def test_many_large_rows_of_a_parquet_file_are_read(client: TestClient) -> None:
     column = pa.DictionaryArray.from_arrays(pa.array([0] * 1000, pa.int32()), pa.array(["x" * 300_000]))
     content = io.BytesIO()

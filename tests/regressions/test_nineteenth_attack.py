@@ -158,6 +158,7 @@ tokens_of(tokenizer, {"text": "a" * 30})
 """
 
 
+@pytest.mark.thorough
 def test_a_tokenizer_cannot_take_memory_without_limit(tmp_path: Path) -> None:
     log = tmp_path / "trainer.log"
     with log.open("wb") as printed:

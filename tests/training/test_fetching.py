@@ -95,6 +95,7 @@ def test_a_broken_download_is_continued_where_it_broke(tmp_path: Path, hub: Hub)
     assert hub.continued_from == [KEPT]
 
 
+@pytest.mark.thorough
 def test_a_job_whose_download_stays_broken_tries_again_later(tmp_path: Path, hub: Hub) -> None:
     run = laid(tmp_path / "data")
     hub.breaks_after, hub.stays_broken = 100_000, True
@@ -155,6 +156,7 @@ def test_redirects_to_this_machine_are_not_followed(tmp_path: Path, hub: Hub, ho
         assert not internal.downloaded
 
 
+@pytest.mark.thorough
 def test_redirects_within_the_hub_are_followed(tmp_path: Path, hub: Hub) -> None:
     hub.files["moved"] = hub.files["config.json"]
     hub.redirects["config.json"] = f"/me/tiny/resolve/{COMMIT}/moved"

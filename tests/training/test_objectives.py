@@ -32,7 +32,7 @@ from workers.run_directory import RunDirectory
 from workers.training.batches import BatchLayout, Groups, cut_window
 from workers.training.data import Samples, prepare
 from workers.training.exceptions import CannotTrain
-from workers.training.objectives import _log_of_rest
+from workers.training.objectives import log1mexp
 from workers.training.tiny_gpt2 import make_tokenizer
 
 VOCABULARY = 300
@@ -176,7 +176,7 @@ def test_a_pair_whose_answer_was_cut_off_does_not_count(tmp_path: Path) -> None:
 @pytest.mark.parametrize("probability", [1e-30, 1e-8, 0.1, 0.5, 0.9, 1 - 1e-9])
 def test_the_odds_are_precise(probability: float) -> None:
     given_log = torch.tensor(log(probability), dtype=torch.float64, requires_grad=True)
-    rest = _log_of_rest(given_log)
+    rest = log1mexp(given_log)
     rest.backward()
     exact = np.log1p(-np.longdouble(probability))
     assert float(rest.detach()) == pytest.approx(float(exact), rel=1e-6)
@@ -222,7 +222,7 @@ def test_a_run_learns_what_is_preferred(tmp_path: Path, name: PreferenceName) ->
 log_2 = log(2)
 
 
-@pytest.mark.parametrize("killed", [False, True])
+@pytest.mark.parametrize("killed", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_an_interrupted_run_ends_with_the_same_bits(
     tmp_path: Path, name: PreferenceName, killed: bool
 ) -> None:

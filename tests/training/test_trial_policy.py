@@ -280,6 +280,7 @@ def test_a_tuned_run_goes_on_under_a_plan_that_is_not_tuned(
     assert all(line.step <= done for line in run.tuning())
 
 
+@pytest.mark.thorough
 def test_a_size_that_was_tried_when_the_process_was_killed_is_not_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -502,6 +502,7 @@ def test_an_error_while_handling_one_trainer_counts_as_its_job_s_crash(
     assert "Attempt 1 ended: the trainer crashed (NotADirectoryError" in told(database, job_id)
 
 
+@pytest.mark.thorough
 def test_training_pauses_until_a_hot_gpu_is_cooler_and_then_leaves_it(
     supervisor: Supervisor, settings: Settings, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -48,6 +48,9 @@ _CRASHED = (
 )
 
 
+_TOO_SLOW = f"the export took more than {_MOST_SECONDS / 3600:.0f} hours, and was stopped"
+
+
 def main() -> None:
     """Runs until nothing is waiting, until SIGTERM, or until the supervisor that started it has gone."""
     end_with_supervisor()
@@ -127,6 +130,8 @@ def _in_child(
         try:
             if not _awaited(child, claimed, process, database, stopped):
                 return None
+            if child.poll() is None:
+                return ExportResult(error=_TOO_SLOW)
             return _result(Path(temporary)) or ExportResult(error=_CRASHED)
         finally:
             inner = children_of(child.pid)
@@ -163,8 +168,8 @@ def _awaited(
     database: Database,
     stopped: Callable[[], bool],
 ) -> bool:
-    """Waits for the child, and renews the claim. Returns False if the export is not wanted any more, or if
-    this process has to stop."""
+    """Waits for the child, at most `_MOST_SECONDS`, and renews the claim. Returns False if the export is not
+    wanted any more, or if this process has to stop."""
     until = time.monotonic() + _MOST_SECONDS
     renewed = time.monotonic()
     while child.poll() is None and time.monotonic() < until:

@@ -69,7 +69,9 @@ def _export(task: ExportTask, apart: bool) -> int:
         result = ExportResult(error="the machine has too little memory for the model")
     except NOT_LOADED as error:
         what = "memory ran out" if isinstance(error, torch.OutOfMemoryError) else type(error).__name__
-        result = ExportResult(error=f"the model could not be exported ({what})")
+        result = ExportResult(
+            error=f"the model could not be exported in this format ({what}): choose another format"
+        )
     with create_plain(Path(task.temporary) / RESULT) as file:
         file.write(result.model_dump_json().encode())
     return 0

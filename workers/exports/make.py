@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from app.contract.export import FILES, ExportedFile, ExportOrder, ExportResult, ExportType
+from app.contract.export import FILES, ExportedFile, ExportFormat, ExportOrder, ExportResult, ExportType
 from app.contract.spec import MethodSpec
 from workers.exports import modelfile, verify
 from workers.exports.gguf import convert
@@ -62,7 +62,7 @@ def make(task: ExportTask) -> ExportResult:
     found = verify.predictions(model, samples)
     verification = verify.compared(expected, found, samples, quantised=type_ == "q8_0")
     if not verification.is_valid:
-        raise NotExported(verify.why_not_valid(verification))
+        raise NotExported(verify.why_not_valid(verification, _remedy(order.format, type_)))
     if order.quantised_base:
         notes.append(
             "The model was trained on 4-bit weights of its base model, and is exported with the base model's "
@@ -73,6 +73,13 @@ def make(task: ExportTask) -> ExportResult:
     )
     own_type = None if order.format == "adapter" else type_
     return ExportResult(files=files, type=own_type, verification=verification, notes=tuple(notes))
+
+
+def _remedy(form: ExportFormat, type_: ExportType) -> str:
+    """What to try if an export does not agree with the trained model."""
+    if form == "adapter" or type_ == "fp32":
+        return "this is probably a fault of Accrue or of a library: please report it"
+    return "export it as bf16 or fp16" if type_ == "q8_0" else "export it as fp32"
 
 
 def _of_trained_model(
@@ -116,7 +123,8 @@ def _loaded_with_peft(order: ExportOrder, staged: Path, below: list[Layer], fold
 
 
 def _stored_type(staged: Path) -> ExportType:
-    """The type in which a base model's weights are stored, as its config says; fp32 if it says nothing."""
+    """The type in which the weights of the model below adapters, or of a whole trained model, are stored, as
+    its config says; fp32 if it says nothing."""
     content = json.loads((staged / "config.json").read_bytes())
     text = content.get("text_config") if isinstance(content.get("text_config"), dict) else {}
     named = content.get("dtype") or content.get("torch_dtype") or text.get("dtype") or text.get("torch_dtype")

@@ -83,7 +83,7 @@ def samples_of(order: ExportOrder, source: Path, tokenizer: Any) -> list[Sample]
             found.append(sample)
             tokens += len(sample.tokens)
     if not found:
-        raise NotExported("no sample of the job's data can be compared")
+        raise NotExported("no sample of the job's data has two tokens or more, to compare on")
     return found
 
 
@@ -144,11 +144,11 @@ def compared(
     )
 
 
-def why_not_valid(verification: Verification) -> str:
-    """Why an export is not handed out."""
+def why_not_valid(verification: Verification, remedy: str) -> str:
+    """Why an export is not handed out, and what to do."""
     differing = 1 - verification.agreement - verification.near_ties
     return (
         f"the export does not agree with the trained model: in {differing:.2%} of {verification.tokens:,} "
         f"predictions on {verification.samples} samples, its most probable token is another one, although "
-        "the trained model clearly prefers its own. Choose a wider type (fp32), or the format adapter"
+        f"the trained model clearly prefers its own: {remedy}"
     )

@@ -16,8 +16,8 @@ import pyarrow as pa
 from app.contract.data_formats import (
     BadLine,
     Example,
-    JudgedChat,
-    JudgedCompletion,
+    LabelledChat,
+    LabelledCompletion,
     parse_line,
     unused_keys,
 )
@@ -77,8 +77,9 @@ class Samples:
 
     All of these have the shape (samples,): `tokens` (int64) of a sample's trained sequences; `lengths`
     (int64), by which windows are cut: these sequences, padded to the longest; `targets` (int64), the tokens
-    that count for the loss; `weights` (fp32), how much each of these counts; `labels` (bool), whether a
-    completion is desirable, or None.
+    that count for the loss, 0 if either answer of a pair has none; `weights` (fp32), how much each of these,
+    or with a preference objective the sample, counts; `labels` (bool), whether a completion is desirable, or
+    None.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -137,7 +138,7 @@ class Samples:
 
     def denominator(self, samples: npt.NDArray[np.int64]) -> float:
         """What the summed loss of these samples is divided by: their target tokens, weighted; for a
-        preference objective, the samples, weighted, that have any."""
+        preference objective, the summed weights of the samples that have any."""
         counted = self.targets[samples]
         units = counted if self.objective is None else counted > 0
         return float(np.dot(self.weights[samples].astype(np.float64), units))
@@ -287,7 +288,7 @@ def _write(
                 rows += itertools.chain.from_iterable(fitted)
                 samples = sum(map(len, fitted)) // len(sequences)
                 weights.extend([float(np.float32(example.weight))] * samples)
-                if isinstance(example, JudgedCompletion | JudgedChat):
+                if isinstance(example, LabelledCompletion | LabelledChat):
                     labels.extend([example.label] * samples)
             if spec.with_mismatches:
                 rows, last = _with_mismatches(rows, last, spec.max_length), rows[-1]
@@ -314,8 +315,8 @@ def _write(
 def _with_mismatches(
     rows: list[EncodedSequence], before: EncodedSequence | None, max_length: int
 ) -> list[EncodedSequence]:
-    """Each sequence, followed by its prompt with the completion of the sequence before it (for the first, of
-    the last one), cut to `max_length`.
+    """Each sequence, followed by its prompt with the completion of the sequence before it (for the first of
+    `rows`, of the last of them), cut to `max_length`.
 
     Args:
         before: the last sequence of earlier rows, which a single row is combined with.

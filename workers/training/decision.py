@@ -31,7 +31,7 @@ class Totals:
     """A window's sums, read from the device once."""
 
     loss: float
-    """The mean over the window's target tokens, unscaled."""
+    """The window's loss divided by its denominator, unscaled."""
     grad_norm: float
     """Global norm of the whole window's gradient, before clipping."""
     extra_loss: float = 0.0

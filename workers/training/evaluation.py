@@ -116,8 +116,8 @@ def _of_whole_set(
 
 
 def evaluated(training: TrainingRun) -> Evaluated:
-    """The means over the target tokens of held-out samples, of which each rank computes a part; in smaller
-    micro-batches if they do not fit.
+    """The means over the target tokens of held-out samples (with a preference objective, over the samples).
+    Each rank computes a part; in smaller micro-batches if they do not fit.
 
     Raises:
         InterruptionRequested: an interruption was requested.

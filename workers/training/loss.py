@@ -49,7 +49,7 @@ class Forward:
 
 
 class TokenLoss(nn.Module):
-    """A model with its loss: maps a micro-batch to its summed loss, in nats.
+    """A model with its loss: maps a micro-batch to its summed loss.
 
     It wraps the model, so that DDP and FSDP can hook this module's forward pass.
 

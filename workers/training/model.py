@@ -114,7 +114,7 @@ def without_randomness(model: torch.nn.Module) -> Iterator[None]:
 
 
 def turn_dropout_off(model: torch.nn.Module) -> bool:
-    """Sets every dropout probability of a model to 0. Returns whether any was above."""
+    """Sets every dropout probability of a model to 0. Returns whether any was above 0."""
     found = False
     for module in model.modules():
         for name, value in list(vars(module).items()):

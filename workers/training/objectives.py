@@ -44,7 +44,7 @@ class Objective:
         """
         own, spec = log_probs[: scoring.sequences], self.spec
         if spec.name == "kto":
-            assert scoring.desirable is not None, "a judgement on each completion"
+            assert scoring.desirable is not None, "a label of each completion"
             ratios = own - scoring.reference
             against = ratios.new_zeros(()) if self.divergence is None else self.divergence.to(ratios)
             away = spec.beta * (ratios - against)
@@ -61,7 +61,7 @@ class Objective:
         chosen, rejected = (own / scoring.counted).view(-1, 2).unbind(1)
         if spec.name == "simpo":
             return -F.logsigmoid(spec.beta * (chosen - rejected) - spec.gamma)
-        odds = (chosen - rejected) - (_log_of_rest(chosen) - _log_of_rest(rejected))
+        odds = (chosen - rejected) - (log1mexp(chosen) - log1mexp(rejected))
         whole = own.view(-1, 2)[:, 0] + log_probs[scoring.sequences :]
         return -spec.beta * F.logsigmoid(odds) - self.tokens_factor * whole
 
@@ -72,12 +72,15 @@ class Objective:
         own = log_probs.detach()[: scoring.sequences]
         rewards, weights = self._rewards(own, scoring), scoring.weights
         if scoring.desirable is not None:
-            good, bad = weights * scoring.desirable, weights * ~scoring.desirable
-            sums = [good * rewards, bad * rewards, good * own, bad * own, 0 * good, good, bad]
+            chosen, rejected = weights * scoring.desirable, weights * ~scoring.desirable
+            sums = [
+                chosen * rewards, rejected * rewards, chosen * own, rejected * own, 0 * own, chosen, rejected,
+            ]  # fmt: skip
             return torch.stack([each.sum() for each in sums])
-        (chosen, rejected), (liked, disliked) = rewards.view(-1, 2).unbind(1), own.view(-1, 2).unbind(1)
+        chosen, rejected = rewards.view(-1, 2).unbind(1)
         in_order = (chosen > rejected).to(own.dtype)
-        sums = [(weights * each).sum() for each in (chosen, rejected, liked, disliked, in_order)]
+        each_pair = (chosen, rejected, *own.view(-1, 2).unbind(1), in_order)
+        sums = [(weights * each).sum() for each in each_pair]
         return torch.stack([*sums, weights.sum(), weights.sum()])
 
     def _rewards(self, own: Tensor, scoring: Scoring) -> Tensor:
@@ -95,7 +98,7 @@ class Objective:
         self.divergence = (sums[0] / sums[1].clamp(min=1e-30)).clamp(min=0.0)
 
 
-def _log_of_rest(log_probability: Tensor) -> Tensor:
+def log1mexp(log_probability: Tensor) -> Tensor:
     """log(1 - p) from log p, precise for all p (Mächler 2012, Accurately Computing log(1 - exp(-|a|)))."""
     tiny = torch.finfo(log_probability.dtype).tiny
     below = log_probability.clamp(max=-tiny)  # a probability of 1 has infinite odds

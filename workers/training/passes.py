@@ -1,4 +1,5 @@
-"""How many passes each rank makes of a window's micro-batches, and what it passes when it has none left."""
+"""How many forward passes each rank makes in a window, and the filler that it uses once its own micro-batches
+are used up."""
 
 from collections.abc import Callable, Sequence
 
@@ -28,7 +29,7 @@ def filler(training: TrainingRun, window: Indices) -> MicroBatch:
     return training.loader.fetch([int(shortest)])
 
 
-def without_gradient(
+def observe_micro_batches(
     training: TrainingRun,
     window: Indices,
     groups: list[Groups],
@@ -36,14 +37,17 @@ def without_gradient(
     observe: Callable[[list[int]], None],
     take_part: Callable[[MicroBatch], None],
 ) -> None:
-    """Passes every micro-batch of this rank once, before those that add to the gradient.
+    """Runs a forward pass of each of this rank's micro-batches, before the passes that add to the gradient.
 
     Args:
+        window: indices of the window's samples.
+        groups: the micro-batches of each rank, as positions in the window.
         observe: called with the samples of each micro-batch.
         take_part: called where only other ranks have a micro-batch left.
 
     Raises:
         OtherRankFailed: another rank could not do its part.
+        InterruptionRequested, RuntimeError: this rank could not.
     """
     failure: Exception | None = None
     own = groups[group.rank]

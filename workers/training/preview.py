@@ -45,18 +45,21 @@ def _previewed(order: PreviewSpec, source: Path, tokenizer: Any, encoder: Exampl
     targets: list[int] = []
     longest, measured = 0, _measured(data)
     for place, (number, sequences) in _samples(order, source, encoder, measured):
+        rows = []
         for tokens, counts in sequences:
             longest = max(longest, len(tokens))
             try:
-                rows = fit_length(data, number, tokens, counts, Prepared())
+                rows += fit_length(data, number, tokens, counts, Prepared())
             except CannotTrain:
                 rows = []  # too long, and refused: counted below
-            if place < order.shown:
-                samples += [_sample(number, *row, tokenizer) for row in rows]
-            if place in measured:
-                whole.append(len(tokens))
-                kept.append(sum(len(own) for own, _ in rows))
-                targets.append(sum(sum(own[1:]) for _, own in rows))
+                break
+        if place < order.shown:
+            samples += [_sample(number, *row, tokenizer) for row in rows]
+        if place in measured:
+            counted = [sum(own[1:]) for _, own in rows]
+            whole.append(max(len(tokens) for tokens, _ in sequences))
+            kept.append(sum(len(own) for own, _ in rows))
+            targets.append(sum(counted) if len(sequences) == 1 or all(counted) else 0)
     return DatasetPreview(
         file_id=data.file_id,
         model_name=order.model.name,

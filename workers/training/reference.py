@@ -52,7 +52,7 @@ def reference_of(
         tokens: the maximum number of tokens of a micro-batch.
         may_compute: whether the replica still has the weights that the job starts from.
         interrupted: whether an interruption was requested.
-        report: called between micro-batches with the number of sequences done, and of all.
+        report: called between micro-batches with the number of samples done, and of all.
 
     Raises:
         CannotTrain: the file is damaged or missing, and it can no longer be computed.
@@ -187,14 +187,14 @@ def _compute(
                     known[chosen[:, None], columns] = scores.reshape(len(chosen), len(columns))
                 if group.leads:
                     store.save_if_due(known)
-                done = int((~np.isnan(known)).sum()) * group.size
-                report(min(done, known.size), known.size)
+                done = int((~np.isnan(known)).sum()) * group.size // known.shape[1]
+                report(min(done, len(known)), len(known))
     finally:
         replica.model.train(was_training)
     if not torch.isfinite(torch.from_numpy(known[~np.isnan(known)])).all():
         raise CannotTrain(
             "model_fails",
-            "the model that this job starts from gives a probability of zero, or none, to some of the "
-            "answers: choose another precision, or check the model",
+            "the model that this job starts from gives some answers a log-probability that is infinite or "
+            'not a number: set mixed_precision to "no", or check the model',
         )
     return False

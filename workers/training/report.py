@@ -141,15 +141,15 @@ def rewards_of(training: TrainingRun, measured: Sequence[float]) -> Rewards | No
     objective = training.replica.token_loss.objective
     if objective is None:
         return None
-    chosen, rejected, chosen_log_prob, rejected_log_prob, correct, good, bad = measured
+    chosen, rejected, chosen_log_prob, rejected_log_prob, correct, of_chosen, of_rejected = measured
     divergence = objective.divergence
     return Rewards(
-        chosen=chosen / good if good else None,
-        rejected=rejected / bad if bad else None,
-        margin=chosen / good - rejected / bad if good and bad else None,
-        accuracy=correct / good if good and objective.spec.is_of_pairs else None,
-        chosen_log_prob=chosen_log_prob / good if good else None,
-        rejected_log_prob=rejected_log_prob / bad if bad else None,
+        chosen=chosen / of_chosen if of_chosen else None,
+        rejected=rejected / of_rejected if of_rejected else None,
+        margin=chosen / of_chosen - rejected / of_rejected if of_chosen and of_rejected else None,
+        accuracy=correct / of_chosen if of_chosen and objective.spec.is_of_pairs else None,
+        chosen_log_prob=chosen_log_prob / of_chosen if of_chosen else None,
+        rejected_log_prob=rejected_log_prob / of_rejected if of_rejected else None,
         divergence=None if divergence is None else float(divergence),
     )
 

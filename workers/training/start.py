@@ -232,8 +232,8 @@ def _begin_objective(
     *,
     at_start: bool,
 ) -> None:
-    """From here on, the loss is the objective's; the checks before compare models by their token losses, of
-    which every objective is made.
+    """From here on, the loss is the objective's. The earlier checks compare token losses, from which every
+    objective is computed.
 
     Args:
         tokens: the maximum number of tokens of a micro-batch.

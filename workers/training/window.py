@@ -186,7 +186,8 @@ class Window:
         """Starts a window; the sum of its losses is divided once by `denominator`.
 
         Args:
-            denominator: target tokens of the window over all ranks, or the sum of their weights.
+            denominator: target tokens of the window over all ranks, or the sum of their weights; or samples,
+                if the losses are of samples.
             micro_batches: how many this rank will add, for `should_update`.
             passes: its backward passes, if it will also take part in those of others; needed if the model is
                 divided.
@@ -199,7 +200,9 @@ class Window:
             ValueError: there is nothing to divide by.
         """
         if not denominator > 0:
-            raise ValueError(f"a window needs at least one target token, not {denominator:g}")
+            raise ValueError(
+                f"the denominator must be above 0, not {denominator:g}: no target token, or sample, counts"
+            )
         self.abandon()
         self._micro_batches_before = sum((by_rank or ())[: self._group.rank])
         self._micro_batches_of_all = sum(by_rank or ())

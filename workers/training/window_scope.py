@@ -14,7 +14,7 @@ from workers.training.batches import Groups, MicroBatch
 from workers.training.data import Samples
 from workers.training.distributed.group import Group
 from workers.training.objectives import Objective
-from workers.training.passes import without_gradient
+from workers.training.passes import observe_micro_batches
 from workers.training.training_run import TrainingRun
 
 
@@ -29,7 +29,7 @@ def observe_window(training: TrainingRun, window: Indices, groups: list[Groups],
         OtherRankFailed: another rank could not do its part.
     """
     if (objective := training.replica.token_loss.objective) is not None:
-        _observe_mismatches(training, objective, window, groups, group)
+        _observe_objective(training, objective, window, groups, group)
     if (balance := training.replica.balance) is not None:
         _observe_routing(training, balance, window, groups, group)
 
@@ -41,10 +41,10 @@ def tokens_factor(samples: Samples, window: Indices) -> float:
     return float(weights.sum()) / tokens if tokens else 0.0
 
 
-def _observe_mismatches(
+def _observe_objective(
     training: TrainingRun, objective: Objective, window: Indices, groups: list[Groups], group: Group
 ) -> None:
-    """Determines the numbers of a preference objective; for KTO, by a forward pass of each mismatch."""
+    """Sets ORPO's `tokens_factor`, or KTO's `divergence` by a forward pass of each mismatch."""
     replica, loader = training.replica, training.loader
     if objective.spec.name == "orpo":
         objective.tokens_factor = tokens_factor(loader.samples, window)
@@ -60,7 +60,7 @@ def _observe_mismatches(
         replica.scores(batch)
 
     with record_function("accrue.divergence"):
-        without_gradient(training, window, groups, group, observe, take_part)
+        observe_micro_batches(training, window, groups, group, observe, take_part)
     if group.size > 1:
         sums = sums.new_tensor(group.sum(sums.tolist()))
     objective.set_divergence(sums)
@@ -76,7 +76,7 @@ def _observe_routing(
     if balance.scope != "window":
         return
     with record_function("accrue.routing"):
-        without_gradient(
+        observe_micro_batches(
             training,
             window,
             groups,

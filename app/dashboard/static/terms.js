@@ -24,14 +24,14 @@ const TERMS = {
   steps:
     "Micro-batches whose gradients are added up before the weights change. At a fixed effective batch, fewer steps mean larger micro-batches: more memory, not less.",
   objective:
-    "sft imitates the samples. dpo, orpo and simpo learn from pairs of a chosen and a rejected answer; orpo and simpo need no reference model. kto learns from answers that are labelled as good or bad.",
+    "sft imitates texts, completions or chats. dpo, orpo and simpo learn from pairs of a chosen and a rejected answer; orpo and simpo need no reference model. kto learns from answers that are labelled as good or bad.",
   epochs: "How many times training goes through the data. 3 is a good start for fine-tuning; watch the loss on held-out samples.",
   rate: "How far each step moves the weights. If the field is empty: 5e-5 for full fine-tuning and 2e-4 for lora; for preferences, 1e-6 and 1e-5. With adamw, doubling the batch allows 1.4 times the rate. Several values, separated by commas, train a job for each: a sweep.",
   validation:
     "A share of the samples that is held out of training: its loss shows whether the model learns or memorises. 0.1 is usual.",
-  loss: "The loss of each window (the effective batch of one step) in nats per token, averaged over its tokens, not over its micro-batches. It should fall quickly, then slowly.",
+  loss: "The loss of each window (the effective batch of one step): in nats per token, averaged over its tokens, or with a preference objective over its samples; not over its micro-batches. It should fall quickly, then slowly.",
   rewards:
-    "How much more probable the model has made an answer than the model that the job started from, times beta (orpo, simpo: its mean log-probability per token, times beta). Chosen answers should rise above rejected ones; if both fall far, lower the learning rate.",
+    "beta times the log-ratio of an answer's probability to that by the model that the job started from (orpo, simpo: beta times its mean log-probability per token). Chosen answers should rise above rejected ones; if both fall far, lower the learning rate.",
   learning_rate: "The learning rate of each step: first the warmup, then the schedule.",
   grad_norm:
     "The length of the whole window's gradient before clipping. Spikes come from unusual samples; steady growth means that the learning rate is too high.",
@@ -49,7 +49,7 @@ const TERMS = {
   certificate:
     "Before the first step, the first window's gradient was computed in two different splits; this is their relative difference. A small value shows that accumulation does not change this model's gradient.",
   export:
-    "A copy of the model for other tools: a whole model for vLLM, Ollama or transformers, LoRA's adapters, or a GGUF file. A worker compares it with the trained model on held-out samples, and an export that predicts other tokens fails. DIR in the commands is the folder into which you unpack the files.",
+    "A copy of the model for other tools: a whole model for vLLM, Ollama or transformers, LoRA's adapters, or a GGUF file. A worker compares it with the trained model on held-out samples, and an export that predicts other tokens in more than 0.1 % of cases (8 bits: 10 %) fails. DIR in the commands is the folder into which you unpack the files.",
   evidence:
     "measured: in a run on this service; simulated: by simulating the training step, without a GPU; formula: from the model's sizes; literature: a rule of thumb with its source; requested: your own value.",
   completions:

@@ -29,7 +29,7 @@ export async function show(main, { chosen, signal }) {
   const trained = data.filter((job) => job.progress.step > 1);
   const ids = (chosen.get("ids") ?? "").split(",").filter(Boolean);
   const result = h("div", {});
-  const curve = chart("Loss", { x: "samples seen", y: "nats per token, moving average" }, help("loss"));
+  const curve = chart("Loss", { x: "samples seen", y: "loss, moving average" }, help("loss"));
   const figure = h("section", { class: "panel", "aria-label": "Losses", hidden: true }, curve.element);
   const list = h(
     "ul",

@@ -97,7 +97,7 @@ export async function show(main, { id, signal }) {
 
 function makeCharts() {
   return {
-    loss: chart("Loss", { x: "step", y: "nats" }, help("loss")),
+    loss: chart("Loss", { x: "step", y: "loss" }, help("loss")),
     rewards: chart("Rewards", { x: "step", y: "mean over the samples" }, help("rewards")),
     rate: chart("Learning rate", { x: "step", y: "" }, help("learning_rate")),
     norm: chart("Gradient norm", { x: "step", y: "before clipping" }, help("grad_norm")),
@@ -253,7 +253,7 @@ function makeState() {
         job.status === "queued"
           ? waitingReason(job)
           : job.status === "running" && progress.samples_to_prepare
-            ? `Tokenised ${number(progress.prepared_samples)} of ${number(progress.samples_to_prepare)} samples`
+            ? `Prepared ${number(progress.prepared_samples)} of ${number(progress.samples_to_prepare)} samples`
             : `Step ${number(progress.step)}${total ? ` of ${number(total)}` : ""}${within}${left}`,
       ),
     );
