@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from app.contract.objective import PreferenceName
 from app.contract.plan import FixedCount
-from app.contract.spec import ValidationSpec
+from app.contract.spec import Strategy, ValidationSpec
 from tests.harness.preferences import (
     OBJECTIVES,
     difference,
@@ -25,9 +25,9 @@ from tests.harness.preferences import (
     preference_samples,
     write_preferences,
 )
-from tests.harness.runs import create_run, events_of, log_of, start_trainer, until
+from tests.harness.runs import create_run, events_of, log_of, start_trainer, until, with_ranks
 from tests.harness.specs import make_spec
-from tests.harness.training import finished, interrupted_at, raw_log, run_to_end, weights
+from tests.harness.training import finished, interrupted_at, raw_log, run_to_end, trains_alike, weights
 from workers.run_directory import RunDirectory
 from workers.training.batches import BatchLayout, Groups, cut_window
 from workers.training.data import Samples, prepare
@@ -271,3 +271,14 @@ def test_an_interruption_keeps_what_is_known_of_the_reference(tmp_path: Path) ->
     assert 0 < np.isnan(known).sum() < known.size
     run_to_end(run)
     assert not np.isnan(np.load(run.data / "reference.npy")).any()
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("name", "strategy"), [("dpo", "ddp"), ("kto", "fsdp"), ("orpo", "ddp")])
+def test_several_ranks_train_as_one(tmp_path: Path, name: PreferenceName, strategy: Strategy) -> None:
+    alone = finished(preference_run(tmp_path / "alone", name))
+    together = with_ranks(preference_run(tmp_path / "together", name), [0.6, 0.4], strategy)
+    trains_alike(finished(together), alone)
+    assert raw_log(together)[-1]["rewards"]["margin"] == pytest.approx(
+        raw_log(alone)[-1]["rewards"]["margin"], rel=1e-3
+    )
