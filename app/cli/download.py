@@ -37,8 +37,11 @@ def fetch_model(client: Client, job_id: str, folder: Path) -> list[str]:
     return fetch_tar(client, f"/gradient-accumulation/training/{job_id}/model", folder)
 
 
-def fetch_tar(client: Client, path: str, folder: Path) -> list[str]:
+def fetch_tar(client: Client, path: str, folder: Path, *, quiet: bool = False) -> list[str]:
     """Downloads a tar of plain files and unpacks it into a new folder. Returns the names of the files.
+
+    Args:
+        quiet: show no progress.
 
     Raises:
         ServiceError: there is none, or the download was cut off; no folder is left behind.
@@ -54,7 +57,7 @@ def fetch_tar(client: Client, path: str, folder: Path) -> list[str]:
     try:
         with (
             client.stream(path) as answer,
-            Progress(*columns, console=console) as bar,
+            Progress(*columns, console=console, disable=quiet) as bar,
         ):
             task = bar.add_task(folder.name, total=int(answer.headers.get("content-length", 0)) or None)
             arriving = _ChunkReader(answer.iter_bytes(), lambda size: bar.advance(task, size))

@@ -65,7 +65,7 @@ def export(
             client.delete(f"{path}/{made['id']}")
             raise InvalidRequest(f"{target} already exists: set --output to a folder that does not exist yet")
         made = _finished(client, f"{path}/{made['id']}", quiet=as_json)
-        fetch_tar(client, str(made["download"]), target)
+        fetch_tar(client, str(made["download"]), target, quiet=as_json)
         client.delete(f"{path}/{made['id']}")  # the service needs to keep no second copy
     made = {**made, "folder": str(target), "pushed_to": None}
     if push is not None:

@@ -126,10 +126,15 @@ def _of_pair(row: dict[str, Any]) -> None:
         common = _common_turns(chosen, rejected)
         prompt = row.pop("prompt", None)
         before = _prompt_turns(row)
-        if common:
-            before, chosen, rejected = chosen[:common], chosen[common:], rejected[common:]
-        elif before is None:
-            before = _turns(prompt, "prompt") if _is_list(prompt) else _as_user_turn(prompt)
+        if before is None and _is_list(prompt):
+            before = _turns(prompt, "prompt")
+        shared, chosen, rejected = chosen[:common], chosen[common:], rejected[common:]
+        if before is None:  # a prompt as text is, in such datasets, also the first of the shared turns
+            before = shared or _as_user_turn(prompt)
+        elif not _is_same_beginning(before, shared):
+            before = [*before, *shared]
+        else:
+            before = shared
         row["messages"] = before
     else:
         raise BadShape("chosen and rejected are not both text, or both lists of messages")
@@ -161,6 +166,12 @@ def _as_user_turn(prompt: Any) -> list[Any]:
     if not isinstance(prompt, str):
         raise BadShape("has no prompt: expected prompt or messages beside chosen and rejected")
     return [{"role": "user", "content": prompt}]
+
+
+def _is_same_beginning(before: list[Any], shared: list[Any]) -> bool:
+    """Whether whole conversations were given beside their beginning: both begin in the same way."""
+    length = min(len(before), len(shared))
+    return length > 0 and before[:length] == shared[:length]
 
 
 def _common_turns(chosen: list[Any], rejected: list[Any]) -> int:

@@ -1,6 +1,7 @@
-"""Exports as rows: the service inserts them, and a worker's export process claims them and stores the result.
+"""Exports as rows: the service inserts them, a worker's export process claims them and stores the result.
 
-The files are in `runs/<job>/exports/<id>` in the data folder, which the service and the worker share.
+The files are in `runs/<job>/exports/<id>/<attempt>` in the data folder, which the service and the worker
+share.
 """
 
 from dataclasses import dataclass
@@ -41,9 +42,9 @@ class Claimed:
     attempts: int
 
 
-def folder_of(settings: Settings, job_id: str, export_id: str) -> Path:
-    """Where an export is made; its files are in `files` below."""
-    return settings.runs_dir / job_id / "exports" / export_id
+def folder_of(settings: Settings, job_id: str, export_id: str, attempt: int) -> Path:
+    """Where an attempt makes an export; its files are in `files` below."""
+    return settings.runs_dir / job_id / "exports" / export_id / str(attempt)
 
 
 def add(session: Session, job_id: str, order: ExportOrder) -> Export:

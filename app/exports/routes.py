@@ -143,7 +143,9 @@ def files(
     named = [each.name for each in ExportResult.model_validate(export.result).files]
     if len(named) > run_files.MAX_MODEL_FILES:
         raise Conflict(f"The export {export_id} has too many files to be downloaded as one.")
-    found = run_files.open_files(settings, (training_id, "exports", export_id, FILES), named)
+    found = run_files.open_files(
+        settings, (training_id, "exports", export_id, str(export.attempts), FILES), named
+    )
     if found is None:
         raise NotFound(f"The files of the export {export_id} are no longer in the data folder.")
     return opened(

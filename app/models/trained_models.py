@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
-from sqlalchemy import select
+from sqlalchemy import delete, select
 from sqlalchemy.orm import load_only
 
 from app.errors import Conflict, NotFound
@@ -13,7 +13,7 @@ from app.results.run_files import model_dir, remove_models
 from app.settings import Settings
 from app.storage.database import Database
 from app.storage.session import Session
-from app.storage.tables import Job
+from app.storage.tables import Export, Job
 
 _ORGANISATION = "accrue"
 MAX_LISTED = 1000
@@ -94,6 +94,7 @@ def remove(database: Database, settings: Settings, name: str) -> None:
         job = transitions.get(session, found.id, lock=True)
         parent_jobs.check_unneeded(session, job.id)
         transitions.change(session, job, result={**job.result, parent_jobs.MODEL_DELETED: True})
+        session.execute(delete(Export).where(Export.job_id == job.id))
     remove_models(settings, job.id)
 
 

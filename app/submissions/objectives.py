@@ -60,11 +60,21 @@ def training_for(training: TrainingConfig, data: DataFormat) -> TrainingConfig:
 
 
 def preference_spec(training: TrainingConfig) -> PreferenceSpec | None:
-    """The preference objective of a resolved configuration; None for supervised fine-tuning."""
+    """The preference objective of a resolved configuration; None for supervised fine-tuning.
+
+    Raises:
+        Unprocessable: its arguments leave nothing to learn.
+    """
     name = training.objective
     if name is None or name == "sft":
         return None
     given = training.objective_args.model_dump(exclude_none=True)
+    if given.get("desirable_weight") == given.get("undesirable_weight") == 0.0:
+        raise Unprocessable(
+            "desirable_weight and undesirable_weight are both 0: set one of them above 0, so that something "
+            "is learned.",
+            field="training_config.objective_args",
+        )
     return PreferenceSpec(name=name, **{**OBJECTIVE_ARGUMENTS[name], **given})
 
 
@@ -75,6 +85,13 @@ def data_for(data: DataSpec, objective: PreferenceSpec | None) -> DataSpec:
         Unprocessable: an option of the data does not suit it.
     """
     if objective is None:
+        own = None if data.validation is None else data.validation.format
+        if own is not None and own not in FORMATS["sft"]:
+            raise Unprocessable(
+                f"The validation file's lines are of format {own}, which sft cannot be evaluated on: choose "
+                "a file of texts, completions or chats.",
+                field="dataset_config.validation_file_id",
+            )
         return data
     if data.overlength == "split":
         raise Unprocessable(

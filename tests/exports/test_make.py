@@ -213,6 +213,14 @@ def test_without_held_out_samples_training_samples_are_used(tmp_path: Path) -> N
     assert hashlib.sha256((tmp_path / "data.jsonl").read_bytes()).hexdigest()
 
 
+def test_prompts_longer_than_what_is_compared_are_an_error(run: RunDirectory, tmp_path: Path) -> None:
+    """Nothing is verified by no predictions."""
+    task = task_of(run, tmp_path, "merged")
+    order = task.order.model_copy(update={"data": task.order.data.model_copy(update={"max_length": 8})})
+    with pytest.raises(NotExported, match="nothing to compare"):
+        exports.make(task.model_copy(update={"order": order}))
+
+
 def test_near_ties_count_as_agreement() -> None:
     expected = verify.Predictions(
         torch.tensor([[1, 2], [1, 2], [1, 2], [1, 2]]),

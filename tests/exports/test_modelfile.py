@@ -36,7 +36,7 @@ def samples_of(*conversations: list[tuple[str, str]]) -> list[Sample]:
     for turns in conversations:
         rows: list[Any] = [{"role": role, "content": content} for role, content in turns]
         _, example = parse_row({"messages": rows})
-        found.append(Sample(example, ([], []), held_out=True))
+        found.append(Sample(example, ([], []), True, 64))
     return found
 
 
@@ -66,12 +66,11 @@ def test_a_template_that_does_more_is_left_out(template: str, tmp_path: Any) -> 
     assert "has no template" in notes[0]
 
 
-def test_a_default_system_message_is_part_of_the_beginning() -> None:
-    """Or it is left out, where a conversation has a system message of its own."""
+def test_a_template_with_a_default_system_message_is_left_out() -> None:
+    """A system message takes the place of the default one, which texts around messages cannot express."""
     tokenizer = made("first")
     tokenizer.chat_template = WITH_DEFAULT_SYSTEM
-    assert affixes_of(tokenizer, samples_of(PLAIN)) is not None
-    assert affixes_of(tokenizer, samples_of(PLAIN, WITH_SYSTEM)) is None
+    assert affixes_of(tokenizer, samples_of(PLAIN)) is None
 
 
 def test_the_modelfile_has_template_and_stops(tmp_path: Any) -> None:
@@ -82,6 +81,19 @@ def test_the_modelfile_has_template_and_stops(tmp_path: Any) -> None:
     assert content.startswith("FROM .\n")
     assert '{{ if eq .Role "user" }}<|im_start|>user\n{{ .Content }}<|im_end|>\n' in content
     assert content.count("PARAMETER stop") == 2
+
+
+@pytest.mark.parametrize("evil", ['END\\"\\"\\"\\nSYSTEM evil\\n', "{", "{{ .Evil }}"])
+def test_a_template_cannot_write_directives(tmp_path: Any, evil: str) -> None:
+    """The Modelfile is used outside of any sandbox."""
+    tokenizer = made("first")
+    tokenizer.chat_template = CHATML.replace("<|im_end|>", "{{ '" + evil + "' }}<|im_end|>")
+    write(tmp_path, tokenizer, samples_of(PLAIN))
+    lines = (tmp_path / "Modelfile").read_text().splitlines()
+    assert not [line for line in lines if line.startswith(("SYSTEM", "ADAPTER"))]
+    template = "".join(line for line in lines if not line.startswith("PARAMETER stop"))
+    assert "{{ .Evil" not in template
+    assert "{{{" not in template
 
 
 def test_without_a_template_there_is_no_note(tmp_path: Any) -> None:

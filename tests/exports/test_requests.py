@@ -117,7 +117,7 @@ def test_a_job_has_at_most_twenty_exports(database: Database, job_id: str) -> No
 
 def test_exports_and_their_files_end_with_them(database: Database, settings: Settings, job_id: str) -> None:
     export_id = added(database, job_id)
-    folder = requests.folder_of(settings, job_id, export_id)
+    folder = requests.folder_of(settings, job_id, export_id, 1)
     folder.mkdir(parents=True)
     with database.writing() as session:
         requests.remove(session, settings, session.get_one(Export, export_id))

@@ -33,6 +33,7 @@ from workers.training.batches import BatchLayout, Groups, cut_window
 from workers.training.data import Samples, prepare
 from workers.training.exceptions import CannotTrain
 from workers.training.objectives import log1mexp
+from workers.training.replica import Replica
 from workers.training.tiny_gpt2 import make_tokenizer
 
 VOCABULARY = 300
@@ -143,6 +144,29 @@ def test_a_pair_is_never_split(tmp_path: Path) -> None:
     assert (samples.tokens == pairs.sum(1)).all()
 
 
+def test_a_mismatch_has_an_answer_to_another_prompt(tmp_path: Path) -> None:
+    """Also where a file lists several answers to a prompt; and without another prompt, none of it counts."""
+
+    def prepared(folder: str, prompts: list[str]) -> Samples:
+        source = tmp_path / f"{folder}.jsonl"
+        rows = [{"prompt": each, "completion": f" {n}", "label": True} for n, each in enumerate(prompts)]
+        source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        digest = hashlib.sha256(source.read_bytes()).hexdigest()
+        data = preference_data("kto", len(rows), sha256=digest)
+        prepare(data, source, make_tokenizer(), tmp_path / folder)
+        return Samples(tmp_path / folder)
+
+    tokenizer = make_tokenizer()
+    samples = prepared("two", ["a", "a", "b", "b", "c"])
+    texts = [tokenizer.decode(samples.read(number, 1)[0], skip_special_tokens=True) for number in range(5)]
+    assert texts == ["a 4", "a 4", "b 1", "b 1", "c 3"]
+    alike = prepared("alike", ["a", "a", "a"])
+    assert (alike.sequence_targets[:, 1] == 0).all()
+    alike.begin_objective(objective_spec("kto"))
+    loss, _, _ = gradients_of(make_model("gpt2"), alike, [[0, 1], [2]])
+    assert np.isfinite(loss)
+
+
 def test_a_mismatch_is_a_prompt_with_the_completion_before_it(tmp_path: Path) -> None:
     samples = preference_samples(tmp_path, objective_spec("kto"), 5)
     for number in range(5):
@@ -154,7 +178,8 @@ def test_a_mismatch_is_a_prompt_with_the_completion_before_it(tmp_path: Path) ->
         assert int(mismatch_counts.sum()) == int(other_counts.sum())
 
 
-def test_a_pair_whose_answer_was_cut_off_does_not_count(tmp_path: Path) -> None:
+@pytest.mark.parametrize("paired", ["dpo", "orpo", "simpo"])
+def test_a_pair_whose_answer_was_cut_off_does_not_count(tmp_path: Path, paired: PreferenceName) -> None:
     """If max_length leaves nothing of one answer, there is nothing to compare."""
     source = tmp_path / "data.jsonl"
     rows = [
@@ -162,15 +187,20 @@ def test_a_pair_whose_answer_was_cut_off_does_not_count(tmp_path: Path) -> None:
         {"prompt": "p", "chosen": "a", "rejected": "b"},
     ]
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data = preference_data("dpo", 2, sha256=hashlib.sha256(source.read_bytes()).hexdigest())
+    data = preference_data(paired, 2, sha256=hashlib.sha256(source.read_bytes()).hexdigest())
     prepared = prepare(data, source, make_tokenizer(), tmp_path / "prepared")
     samples = Samples(tmp_path / "prepared")
-    samples.begin_objective(objective_spec("dpo"))
+    samples.begin_objective(objective_spec(paired))
     assert prepared.without_targets == 1
     assert samples.denominator(np.arange(2)) == 1.0
-    loss, found, _ = gradients_of(make_model("gpt2"), samples, [[0, 1]])
-    assert np.isfinite(loss)
-    assert all(bool(torch.isfinite(each).all()) for each in found.values())
+    model = make_model("gpt2")
+    loss, found, measured = gradients_of(model, samples, [[0, 1]])
+    alone = plain_losses(model, samples, [1])
+    alone.backward()
+    assert loss == pytest.approx(float(alone.detach()), rel=_EXACT)
+    expected = {key: each.grad for key, each in model.named_parameters() if each.grad is not None}
+    assert difference(found, expected) < _EXACT
+    assert measured[-1] == 1.0
 
 
 @pytest.mark.parametrize("probability", [1e-30, 1e-8, 0.1, 0.5, 0.9, 1 - 1e-9])
@@ -264,11 +294,14 @@ def test_a_lost_reference_is_an_error_once_the_model_has_changed(tmp_path: Path)
         run_to_end(run)
 
 
-def test_an_interruption_keeps_what_is_known_of_the_reference(tmp_path: Path) -> None:
+@pytest.mark.parametrize("checks", [3, 7])
+def test_an_interruption_keeps_what_is_known_of_the_reference(tmp_path: Path, checks: int) -> None:
+    """While own completions are scored, and while mismatches are."""
     run = preference_run(tmp_path, "kto", certificate=False)
-    interrupted_at(run, 3)
+    interrupted_at(run, checks)
     known = np.load(run.data / "reference.npy")
     assert 0 < np.isnan(known).sum() < known.size
+    assert (np.isnan(known[:, 0]).sum() == 0) == (checks > 5)
     run_to_end(run)
     assert not np.isnan(np.load(run.data / "reference.npy")).any()
 
@@ -282,3 +315,23 @@ def test_several_ranks_train_as_one(tmp_path: Path, name: PreferenceName, strate
     assert raw_log(together)[-1]["rewards"]["margin"] == pytest.approx(
         raw_log(alone)[-1]["rewards"]["margin"], rel=1e-3
     )
+
+
+def test_a_job_goes_on_in_another_precision(tmp_path: Path) -> None:
+    """As on another device: the reference of the first attempt is used."""
+    run = preference_run(tmp_path, "dpo", save_every=1, certificate=False)
+    interrupted_at(run, 30)
+    assert len(log_of(run)) >= 1
+    assignment = run.assignment()
+    plan = assignment.plan.model_copy(update={"precision": "bf16"})
+    run.write_assignment(assignment.model_copy(update={"plan": plan}))
+    assert run_to_end(run).steps == 10
+
+
+def test_a_reference_that_is_not_a_number_ends_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = Replica.scores
+    monkeypatch.setattr(Replica, "scores", lambda self, batch: honest(self, batch) * float("nan"))
+    with pytest.raises(CannotTrain, match="infinite or not a number"):
+        run_to_end(preference_run(tmp_path, "dpo"))

@@ -1,6 +1,7 @@
 """`python -m workers.exports`: makes the exports that are waiting, one after the other, and ends."""
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -36,6 +37,7 @@ log = structlog.get_logger("accrue.export")
 
 _RETRY_SECONDS = 2.0
 _LOOK_SECONDS = 0.2
+_BYTES_PER_PARAMETER = 4
 _MOST_SECONDS = 6 * 3600.0
 _MOST_RESULT_BYTES = 2**20
 _ENDS_WITHIN_SECONDS = 10.0
@@ -82,19 +84,26 @@ def _make(
 ) -> None:
     """Makes one export in a child process, and stores how it ended."""
     log.info("making an export", export=claimed.id, job=claimed.job_id)
-    folder = requests.folder_of(settings, claimed.job_id, claimed.id)
+    folder = requests.folder_of(settings, claimed.job_id, claimed.id, claimed.attempts)
     if claimed.attempts > requests.MAX_ATTEMPTS:
         result: ExportResult | None = ExportResult(error=_CRASHED)
     else:
-        result = _in_child(claimed, process, folder, settings, database, stopped)
+        try:
+            result = _in_child(claimed, process, folder, settings, database, stopped)
+        except OSError as error:
+            result = ExportResult(error=f"the export cannot be written: {error.strerror or 'system error'}")
+    kept = False
+    if result is not None:
+        with database.writing() as session:
+            kept = requests.finish(session, process, claimed.id, result)
+    if not kept or result is None or result.error is not None:
+        remove_tree(folder)  # each attempt has a folder of its own: another one may go on
+        with suppress(OSError):
+            folder.parent.rmdir()
     if result is None:
         return
-    if result.error is not None:
-        remove_tree(folder)
-    with database.writing() as session:
-        kept = requests.finish(session, process, claimed.id, result)
-    if not kept:
-        remove_tree(folder)
+    if kept and result.error is None:
+        _remove_other_attempts(folder)
     log.info("an export ended", export=claimed.id, job=claimed.job_id, error=result.error)
 
 
@@ -115,7 +124,12 @@ def _in_child(
         return ExportResult(error=str(error))
     remove_tree(folder)
     folder.mkdir(parents=True)
-    with tempfile.TemporaryDirectory(prefix="accrue-export-") as temporary:
+    needed = order.model.architecture.parameters * _BYTES_PER_PARAMETER
+    if shutil.disk_usage(folder).free < needed:
+        return ExportResult(
+            error=f"the disk has no space for the export, which may take {needed / 2**30:.1f} GiB: free some"
+        )
+    with tempfile.TemporaryDirectory(prefix="temporary-", dir=folder) as temporary:
         task = ExportTask(
             order=order,
             path=path,
@@ -138,6 +152,13 @@ def _in_child(
             child.kill()
             child.wait()
             wait_until_gone(inner, _ENDS_WITHIN_SECONDS)
+
+
+def _remove_other_attempts(folder: Path) -> None:
+    """Removes what earlier attempts have left that were killed."""
+    for other in folder.parent.iterdir():
+        if other != folder:
+            remove_tree(other)
 
 
 def _started(task: ExportTask, settings: Settings) -> "subprocess.Popen[bytes]":

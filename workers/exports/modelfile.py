@@ -15,6 +15,9 @@ from workers.exports.verify import Sample
 from workers.training.rendering import Conversation, NotRendered, Renderer
 
 NAME = "Modelfile"
+_ENDS_TEXT = '"""'
+"""What ends a text in a Modelfile: it cannot be part of one."""
+_UNQUOTABLE = set('"\\\r\n')
 _ROLES = ("system", "user", "assistant")
 _MARKS = ("«first»", "«second»", "«third»", "«fourth»", "«fifth»")
 """Contents of messages that no template contains."""
@@ -47,8 +50,8 @@ def write(folder: Path, tokenizer: Any, samples: list[Sample]) -> list[str]:
     """Writes a Modelfile into an export's folder. Returns notes on it."""
     lines, notes = ["FROM ."], []
     affixes = affixes_of(tokenizer, samples)
-    if affixes is not None:
-        lines.append(f'TEMPLATE """{_in_ollamas_language(affixes)}"""')
+    if affixes is not None and _ENDS_TEXT not in (text := _in_ollamas_language(affixes)):
+        lines.append(f"TEMPLATE {_ENDS_TEXT}{text}{_ENDS_TEXT}")
     elif tokenizer.chat_template:
         notes.append(
             "The Modelfile has no template: the model's chat template does more than put texts around "
@@ -56,7 +59,7 @@ def write(folder: Path, tokenizer: Any, samples: list[Sample]) -> list[str]:
         )
     stop = tokenizer.eos_token
     ends = dict.fromkeys([stop, *([affixes.around["assistant"][1].strip()] if affixes else [])])
-    lines += [f'PARAMETER stop "{end}"' for end in ends if end and '"' not in end]
+    lines += [f'PARAMETER stop "{end}"' for end in ends if end and not _UNQUOTABLE & set(end)]
     (folder / NAME).write_text("\n".join(lines) + "\n")
     return notes
 
@@ -133,19 +136,24 @@ def _found(renderer: Renderer) -> Affixes | None:
         return None
     # Several divisions give the same text if turns alternate. Most templates end each turn in the same way.
     alike = (each for each in found if each.around["user"][1] == each.around["assistant"][1])
-    return _with_system(renderer, next(alike, found[-1]), user)
+    ended = [each for each in found if each.around["assistant"][1]] or found
+    shortest = [each for each in ended if each.begin == ended[0].begin]
+    return _with_system(renderer, next(alike, shortest[-1]), user)
 
 
-def _with_system(renderer: Renderer, affixes: Affixes, user: str) -> Affixes:
-    """The affixes with those of a system message, if the template has a place for one."""
+def _with_system(renderer: Renderer, affixes: Affixes, user: str) -> Affixes | None:
+    """The affixes with those of a system message, if the template has a place for one; None if that changes
+    other texts."""
     turns = [{"role": "system", "content": _MARKS[3]}, {"role": "user", "content": _MARKS[0]}]
     try:
         ((text,),) = renderer.render([Conversation(turns, [(2, True)])])
     except NotRendered:
         return affixes
     rest = user.removeprefix(affixes.begin)
-    if text.count(_MARKS[3]) != 1 or not text.startswith(affixes.begin) or not text.endswith(rest):
+    if _MARKS[3] not in text:
         return affixes
+    if text.count(_MARKS[3]) != 1 or not text.startswith(affixes.begin) or not text.endswith(rest):
+        return None  # as if it takes the place of a system message that is there otherwise
     before, after = text.removeprefix(affixes.begin).removesuffix(rest).split(_MARKS[3])
     return Affixes(affixes.begin, {**affixes.around, "system": (before, after)}, affixes.opening)
 
@@ -162,4 +170,4 @@ def _in_ollamas_language(affixes: Affixes) -> str:
 
 def _literal(text: str) -> str:
     """A text that Go's template language copies."""
-    return text.replace("{{", '{{ "{{" }}') if "{{" in text else text
+    return text.replace("{", '{{ "{" }}')

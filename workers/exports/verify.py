@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,12 +21,11 @@ from workers.exports.refusal import NotExported
 from workers.training.data import held_out, read_examples
 from workers.training.encoding import EncodedSequence, ExampleEncoder
 from workers.training.exceptions import CannotTrain
+from workers.training.loss import takes
 
 MOST_SAMPLES = 64
 MOST_TOKENS = 8192
 """The maximum number of tokens that are computed, over all samples."""
-_LONGEST = 512
-"""The maximum number of a sample's first tokens that are computed."""
 _CANDIDATES = 16
 """The most probable tokens whose log-probabilities are kept."""
 
@@ -40,10 +38,17 @@ class Sample:
     sequence: EncodedSequence
     """By the trained model's tokenizer and template; of a pair, the chosen answer."""
     held_out: bool
+    max_length: int
+    """As in training: the tokens of the sample that are computed."""
 
     @property
     def tokens(self) -> list[int]:
-        return self.sequence[0][:_LONGEST]
+        return self.sequence[0][: self.max_length]
+
+    @property
+    def counts(self) -> list[bool]:
+        """Whether each token but the first is predicted."""
+        return self.sequence[1][1 : self.max_length]
 
 
 @dataclass(frozen=True)
@@ -76,14 +81,16 @@ def samples_of(order: ExportOrder, source: Path, tokenizer: Any) -> list[Sample]
     found: list[Sample] = []
     tokens = 0
     for (_, example), sequence in zip(examples, encoded, strict=True):
-        sample = Sample(example, sequence, held_out=mask is not None or is_own_file)
+        sample = Sample(example, sequence, mask is not None or is_own_file, data.max_length)
         if tokens + len(sample.tokens) > MOST_TOKENS and found:
             break
-        if len(sample.tokens) > 1:
+        if any(sample.counts):
             found.append(sample)
             tokens += len(sample.tokens)
     if not found:
-        raise NotExported("no sample of the job's data has two tokens or more, to compare on")
+        raise NotExported(
+            "no sample has a token that counts within max_length, so that there is nothing to compare"
+        )
     return found
 
 
@@ -112,12 +119,12 @@ def check_tokenizer(tokenizer: Any, samples: list[Sample], order: ExportOrder) -
 def predictions(model: Any, samples: list[Sample]) -> Predictions:
     """What a model predicts at each position whose next token counts, each sample computed alone."""
     model.eval()
+    options = {"use_cache": False} if takes(model, "use_cache") else {}
     tokens, log_probs = [], []
     with torch.no_grad():
         for sample in samples:
             given = torch.tensor([sample.tokens])
-            counts = torch.tensor(sample.sequence[1][: len(sample.tokens)])[1:]
-            logits = model(input_ids=given).logits[0, :-1][counts].float()
+            logits = model(input_ids=given, **options).logits[0, :-1][torch.tensor(sample.counts)].float()
             best = logits.log_softmax(-1).topk(min(_CANDIDATES, logits.shape[-1]))
             tokens.append(best.indices)
             log_probs.append(best.values)
@@ -138,7 +145,7 @@ def compared(
         samples=len(samples),
         held_out=all(sample.held_out for sample in samples),
         tokens=len(same),
-        agreement=float(np.float64(int(same.sum())) / count) if len(same) else 1.0,
+        agreement=int(same.sum()) / count,
         near_ties=int(near.sum()) / count,
         least=LEAST_AGREEMENT_QUANTISED if quantised else LEAST_AGREEMENT,
     )

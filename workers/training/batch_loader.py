@@ -117,11 +117,14 @@ def lay_out(
     places = (1,) if mismatches else range(samples.sequences)
     rows = [samples.read(sample, place) for sample in chosen for place in places]
     weights = samples.weights[list(chosen)]
+    if samples.objective is not None:  # samples without targets are not in the denominator either
+        targets = samples.sequence_targets[list(chosen), 1] if mismatches else samples.targets[list(chosen)]
+        weights = np.where(targets > 0, weights, np.float32(0))
     if samples.objective is None:
         return collate(rows, layout, np.repeat(weights, len(places)).tolist())
     prompts_count = samples.objective.name == "orpo"
     parts = [np.full(int(counts[1:].sum()), number, np.int64) for number, (_, counts) in enumerate(rows)]
-    counted = [len(part) for part in parts]
+    counted = [max(1, len(part)) for part in parts]
     if prompts_count:
         for number in range(0, len(rows), 2):
             tokens, counts = rows[number]

@@ -51,11 +51,11 @@ class Scoring:
     part_of_target: Tensor
     """The part that each target belongs to; int64 of shape (targets,)."""
     counted: Tensor
-    """Targets of each sequence's own part; fp64 of shape (sequences,)."""
+    """Targets of each sequence's own part, at least 1; fp64 of shape (sequences,)."""
     reference: Tensor
     """Each sequence's log-probability by the model that the job starts from; fp64 of shape (sequences,)."""
     weights: Tensor
-    """How much each sample counts; fp64 of shape (samples,)."""
+    """How much each sample counts, 0 if it has no targets; fp64 of shape (samples,)."""
     desirable: Tensor | None = None
     """Whether each completion is desirable, bool of shape (samples,); None for pairs."""
     parts: int = 0

@@ -103,6 +103,8 @@ class Samples:
         """Tokens of each stored sequence, of shape (samples, stored sequences)."""
         self.tokens: npt.NDArray[np.int64] = own[0, :, : self.sequences].sum(-1)
         self.lengths: npt.NDArray[np.int64] = own[0].max(-1, initial=0) * self.sequences
+        self.sequence_targets: npt.NDArray[np.int64] = own[1]
+        """Target tokens of each stored sequence, of the same shape."""
         trained = own[1, :, : self.sequences]
         self.targets: npt.NDArray[np.int64] = np.where((trained > 0).all(-1), trained.sum(-1), 0)
         self.objective: PreferenceSpec | None = None
@@ -315,23 +317,28 @@ def _write(
 def _with_mismatches(
     rows: list[EncodedSequence], before: EncodedSequence | None, max_length: int
 ) -> list[EncodedSequence]:
-    """Each sequence, followed by its prompt with the completion of the sequence before it (for the first of
-    `rows`, of the last of them), cut to `max_length`.
+    """Each sequence, followed by its mismatch: its prompt with the completion of the nearest sequence before
+    it that has another prompt (for the first of `rows`, from their end), cut to `max_length`. Without any
+    such sequence, no token of the mismatch counts.
 
     Args:
-        before: the last sequence of earlier rows, which a single row is combined with.
+        before: the last sequence of earlier rows, used if all of `rows` have the same prompt.
     """
+    starts = [_first_counted(counts) for _, counts in rows]
+    prompts = [tuple(tokens[:start]) for (tokens, _), start in zip(rows, starts, strict=True)]
+    nearest: list[int | None] = [None] * len(rows)
+    for _ in range(2):  # the second time around, the first rows find those at the end
+        for number in range(len(rows)):
+            differs = prompts[number - 1] != prompts[number]
+            nearest[number] = number - 1 if differs else nearest[number - 1]
     found = []
-    for number, (tokens, counts) in enumerate(rows):
-        other = before if len(rows) == 1 and before is not None else rows[number - 1]
-        start, end = _first_counted(counts), _first_counted(other[1])
-        found += [
-            (tokens, counts),
-            (
-                (tokens[:start] + other[0][end:])[:max_length],
-                (counts[:start] + other[1][end:])[:max_length],
-            ),
-        ]
+    for (tokens, counts), start, prompt, place in zip(rows, starts, prompts, nearest, strict=True):
+        other = before if place is None else rows[place]
+        if other is None or ((end := _first_counted(other[1])) == start and tuple(other[0][:end]) == prompt):
+            found += [(tokens, counts), (tokens, [False] * len(counts))]
+            continue
+        mismatch = (tokens[:start] + other[0][end:], counts[:start] + other[1][end:])
+        found += [(tokens, counts), (mismatch[0][:max_length], mismatch[1][:max_length])]
     return found
 
 

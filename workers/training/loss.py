@@ -68,7 +68,7 @@ class TokenLoss(nn.Module):
         self.model = model
         self._smoothing = smoothing
         self._arguments = {"output_router_logits": True} if routed else {}
-        self._caching = {"use_cache": False} if _takes(model, "use_cache") else {}
+        self._caching = {"use_cache": False} if takes(model, "use_cache") else {}
         self.head = head_of(model) if chunked else None
         self.passes_boundaries = False
         """Whether the model is told where the samples of a packed row begin, for flash-attn, which would
@@ -460,7 +460,7 @@ def boundaries(batch: MicroBatch) -> dict[str, Any]:
     return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
 
 
-def _takes(model: Any, argument: str) -> bool:
+def takes(model: Any, argument: str) -> bool:
     """Whether a model's forward pass has an argument."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     parameters = inspect.signature(inner.forward).parameters

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from app.contract.plan import TokenBudget
 from workers.run_directory import sync, write_atomically
@@ -47,7 +46,7 @@ def reference_of(
 
     Args:
         folder: where it is kept.
-        key: identifies the data and the model.
+        key: identifies the data and the model (`key_of`).
         samples: with their objective.
         tokens: the maximum number of tokens of a micro-batch.
         may_compute: whether the replica still has the weights that the job starts from.
@@ -59,9 +58,9 @@ def reference_of(
         Interrupted: an interruption was requested; the next attempt goes on from what was computed.
     """
     file = folder / "reference.npy"
-    known: LogProbs = (
-        _stored(file, key, samples.reference.shape) if group.leads else samples.reference * np.nan
-    )
+    precision = replica.precision if may_compute else None  # a later attempt may be on another device
+    shape = samples.reference.shape
+    known = _stored(file, key, precision, shape) if group.leads else np.full(shape, np.nan)
     known = _shared(known, group)
     if not np.isnan(known).any():
         return known
@@ -71,7 +70,7 @@ def reference_of(
             "the stored log-probabilities of the model that this job starts from are damaged, and training "
             "has changed that model since: check the disk, and submit the job again",
         )
-    store = _Store(file, key)
+    store = _Store(file, key, replica.precision)
     while True:
         failed = stopped = False
         try:
@@ -91,16 +90,16 @@ def reference_of(
         tokens = max(1, tokens // 2)
 
 
-def key_of(samples_key: str, base_digest: str, precision: str) -> str:
-    """Identifies prepared data, the weights of a model, and the precision that it computes in."""
-    return hashlib.sha256(json.dumps([samples_key, base_digest, precision]).encode()).hexdigest()
+def key_of(samples_key: str, base_digest: str) -> str:
+    """Identifies prepared data and the weights of a model."""
+    return hashlib.sha256(json.dumps([samples_key, base_digest]).encode()).hexdigest()
 
 
 class _Store:
     """The file, saved now and then."""
 
-    def __init__(self, file: Path, key: str) -> None:
-        self._file, self._key = file, key
+    def __init__(self, file: Path, key: str, precision: str) -> None:
+        self._file, self._key, self._precision = file, key, precision
         self._saved_at = time.monotonic()
 
     def save_if_due(self, known: LogProbs) -> None:
@@ -113,20 +112,26 @@ class _Store:
         np.save(partial, known)
         sync(partial)
         partial.replace(self._file)
-        content = {"key": self._key, "sha256": _digest(self._file)}
+        content = {"key": self._key, "precision": self._precision, "sha256": _digest(self._file)}
         write_atomically(self._file.with_suffix(".json"), json.dumps(content))
         self._saved_at = time.monotonic()
 
 
-def _stored(file: Path, key: str, shape: tuple[int, ...]) -> LogProbs:
-    """What an earlier attempt has stored; NaN where it has not."""
+def _stored(file: Path, key: str, precision: str | None, shape: tuple[int, ...]) -> LogProbs:
+    """What an earlier attempt has stored; NaN where it has not.
+
+    Args:
+        precision: the precision that it must have been computed in; None: any.
+    """
     unknown: LogProbs = np.full(shape, np.nan)
     try:
         described = json.loads(file.with_suffix(".json").read_text())
-        if described != {"key": key, "sha256": _digest(file)}:
+        if (described["key"], described["sha256"]) != (key, _digest(file)):
+            return unknown
+        if precision is not None and described["precision"] != precision:
             return unknown
         stored: LogProbs = np.load(file)
-    except (OSError, ValueError):
+    except (OSError, ValueError, LookupError, TypeError):
         return unknown
     return stored if stored.shape == shape else unknown
 
@@ -176,13 +181,19 @@ def _compute(
             )
             own = groups[group.rank :: group.size]
             others = -(-len(groups) // group.size) - len(own) if replica.is_sharded else 0
-            for number, each in enumerate([*own, *[groups[-1]] * others]):
+            for number, each in enumerate([*own, *groups[-1:] * others]):
                 if not replica.is_sharded and interrupted():
                     return True
                 chosen = missing[each]
                 batch = lay_out(samples, chosen.tolist(), layout, mismatches=mismatches).to(replica.device)
                 assert batch.scoring is not None
                 scores = replica.scores(batch)[: batch.scoring.sequences].cpu().numpy()
+                if not np.isfinite(scores).all():
+                    raise CannotTrain(
+                        "model_fails",
+                        "the model that this job starts from gives some answers a log-probability that is "
+                        'infinite or not a number: set mixed_precision to "no", or check the model',
+                    )
                 if number < len(own):
                     known[chosen[:, None], columns] = scores.reshape(len(chosen), len(columns))
                 if group.leads:
@@ -191,10 +202,4 @@ def _compute(
                 report(min(done, len(known)), len(known))
     finally:
         replica.model.train(was_training)
-    if not torch.isfinite(torch.from_numpy(known[~np.isnan(known)])).all():
-        raise CannotTrain(
-            "model_fails",
-            "the model that this job starts from gives some answers a log-probability that is infinite or "
-            'not a number: set mixed_precision to "no", or check the model',
-        )
     return False

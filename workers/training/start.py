@@ -246,7 +246,7 @@ def _begin_objective(
     if spec.objective is None:
         return
     replica.token_loss.objective = Objective(spec.objective)
-    base, precision = run.digest_of_base() or "", assignment.plan.precision
+    base = run.digest_of_base() or ""
     folders = ((loader.samples, run.data), (loader.validation, run.data / "validation"))
     for samples, folder in folders:
         if samples is None:
@@ -256,7 +256,7 @@ def _begin_objective(
             continue
         samples.reference = reference_of(
             folder,
-            key_of((folder / "prepared.json").read_text(), base, precision),
+            key_of((folder / "prepared.json").read_text(), base),
             samples,
             replica,
             loader.layout,
