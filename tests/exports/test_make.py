@@ -9,18 +9,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from app.contract.export import ExportFormat, ExportOrder, ExportType
-from app.contract.model_fingerprint import fingerprint_of_files
-from app.contract.model_reference import LoraSpec, ModelLayer, ModelReference
+from app.contract.export import ExportType
+from app.contract.model_reference import LoraSpec
 from app.contract.spec import MethodSpec, ValidationSpec
-from app.planning.architectures import from_config
-from app.planning.catalogue import TINY_GPT2
+from tests.harness.exports import task_of
 from tests.harness.runs import create_run, small_data, write_chats
 from tests.harness.specs import make_spec
 from tests.harness.training import run_to_end
 from workers.exports import make as exports
 from workers.exports import verify
-from workers.exports.protocol import ExportTask
 from workers.exports.refusal import NotExported
 from workers.run_directory import RunDirectory
 
@@ -44,43 +41,6 @@ def trained(folder: Path, lora: LoraSpec | None) -> RunDirectory:
 @pytest.fixture(scope="module", params=["full", "lora"])
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
     return trained(tmp_path_factory.mktemp("run"), LORA if request.param == "lora" else None)
-
-
-def task_of(
-    run: RunDirectory, folder: Path, form: ExportFormat, type_: ExportType | None = None
-) -> ExportTask:
-    """The task to export the model of a run."""
-    assignment = run.assignment()
-    lora = assignment.spec.method.lora
-    layer = ModelLayer(
-        name="ft:x", job_id="ftjob-1", folder="model", lora=lora, fingerprint=fingerprint_of_files(run.model)
-    )
-    built_in = ModelReference(name="accrue/tiny-gpt2", source="built_in", architecture=from_config(TINY_GPT2))
-    whole = built_in.model_copy(update={"name": "ft:x", "source": "job", "job_id": "ftjob-1"})
-    adapted = built_in.model_copy(update={"name": "ft:x", "base": "accrue/tiny-gpt2", "layers": (layer,)})
-    order = ExportOrder(
-        model=whole if lora is None else adapted,
-        quantised_base=False,
-        name="ft:x",
-        format=form,
-        type=type_,
-        data=assignment.spec.data,
-        data_file="file-1",
-        seed=assignment.spec.seed,
-    )
-    temporary = folder / "temporary"
-    temporary.mkdir(parents=True)
-    (folder / "export").mkdir()
-    return ExportTask(
-        order=order,
-        path=str(run.model) if lora is None else assignment.model_path,
-        layer_paths=() if lora is None else (str(run.model),),
-        data=assignment.data_file,
-        folder=str(folder / "export"),
-        temporary=str(temporary),
-        hidden=None,
-        converter=None,
-    )
 
 
 @pytest.mark.parametrize(
