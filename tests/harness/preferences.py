@@ -23,6 +23,7 @@ from workers.training.tiny_gpt2 import make_tokenizer
 from workers.training.window import Window
 from workers.training.window_scope import tokens_factor
 
+VOCABULARY = 300
 OBJECTIVES: tuple[PreferenceName, ...] = ("dpo", "orpo", "simpo", "kto")
 
 
@@ -92,14 +93,14 @@ def _gradients_of(
     model: Any, samples: Samples, groups: Groups, layout: BatchLayout, *, chunked: bool
 ) -> tuple[float, dict[str, Tensor], tuple[float, ...]]:
     assert samples.objective is not None
-    loss = TokenLoss(model, chunked=chunked)
+    loss, device = TokenLoss(model, chunked=chunked), next(model.parameters()).device
     loss.objective = Objective(samples.objective)
     everything = np.arange(len(samples))
     loss.objective.tokens_factor = tokens_factor(samples, everything)
     if samples.objective.name == "kto":
-        sums = torch.zeros(2, dtype=torch.float64)
+        sums = torch.zeros(2, dtype=torch.float64, device=device)
         for group in groups:
-            batch = lay_out(samples, group, layout, mismatches=True)
+            batch = lay_out(samples, group, layout, mismatches=True).to(device)
             assert batch.scoring is not None
             scores = loss(batch, only_score=True).loss_sum - batch.scoring.reference
             sums += torch.stack([(batch.scoring.weights * scores).sum(), batch.scoring.weights.sum()])
@@ -107,7 +108,7 @@ def _gradients_of(
     window = Window(model.parameters(), torch.optim.SGD(model.parameters(), lr=0.0))
     window.open(samples.denominator(everything))
     for group in groups:
-        forward = loss(lay_out(samples, group, layout))
+        forward = loss(lay_out(samples, group, layout).to(device))
         window.add(forward.loss_sum, measured=forward.measured)
     found = {
         name: window.gradient()[parameter].clone()
@@ -165,3 +166,26 @@ def plain_losses(model: Any, samples: Samples, chosen: Sequence[int]) -> Tensor:
     tokens = sum(weight * len(whole) for weight, whole in zip(weights, wholes, strict=True))
     likelihood = sum(weight * whole.sum() for weight, whole in zip(weights, wholes, strict=True)) / tokens
     return (mean * -spec.beta * sigmoid(odds)).sum() - likelihood
+
+
+def make_model(family: str, dtype: torch.dtype = torch.float64) -> Any:
+    """A small model without dropout, for the built-in tokenizer."""
+    from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, NanoChatConfig
+
+    configs = {
+        "gpt2": lambda: GPT2Config(
+            n_layer=2, n_embd=32, n_head=4, n_positions=64, vocab_size=VOCABULARY,
+            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        ),
+        "llama": lambda: LlamaConfig(
+            hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, vocab_size=VOCABULARY, max_position_embeddings=64,
+        ),
+        "nanochat": lambda: NanoChatConfig(
+            hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, vocab_size=VOCABULARY, max_position_embeddings=64,
+            final_logit_softcapping=2.0, bos_token_id=0, eos_token_id=1, pad_token_id=1,
+        ),
+    }  # fmt: skip
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(configs[family]()).to(dtype)

@@ -19,6 +19,7 @@ from tests.harness.preferences import (
     OBJECTIVES,
     difference,
     gradients_of,
+    make_model,
     objective_spec,
     plain_losses,
     preference_data,
@@ -36,30 +37,7 @@ from workers.training.objectives import log1mexp
 from workers.training.replica import Replica
 from workers.training.tiny_gpt2 import make_tokenizer
 
-VOCABULARY = 300
 _EXACT = 1e-12
-
-
-def make_model(family: str, dtype: torch.dtype = torch.float64) -> Any:
-    from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, NanoChatConfig
-
-    configs = {
-        "gpt2": lambda: GPT2Config(
-            n_layer=2, n_embd=32, n_head=4, n_positions=64, vocab_size=VOCABULARY,
-            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-        ),
-        "llama": lambda: LlamaConfig(
-            hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, vocab_size=VOCABULARY, max_position_embeddings=64,
-        ),
-        "nanochat": lambda: NanoChatConfig(
-            hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, vocab_size=VOCABULARY, max_position_embeddings=64,
-            final_logit_softcapping=2.0, bos_token_id=0, eos_token_id=1, pad_token_id=1,
-        ),
-    }  # fmt: skip
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(configs[family]()).to(dtype)
 
 
 @pytest.fixture(params=OBJECTIVES)
