@@ -74,7 +74,10 @@ def show_preview(seen: dict[str, Any]) -> None:
     """The first samples, with the tokens that count in green; then the lengths of all samples."""
     for sample in seen["samples"]:
         tokens, targets = len(sample["tokens"]), sample["target_tokens"]
-        console.rule(f"line {sample['line']}: {tokens} tokens, {targets} count toward the loss", style="dim")
+        answer = f" ({sample['answer']})" if sample["answer"] else ""
+        console.rule(
+            f"line {sample['line']}{answer}: {tokens} tokens, {targets} count toward the loss", style="dim"
+        )
         for counts, run in groupby(zip(sample["counts"], sample["tokens"], strict=True), itemgetter(0)):
             text = "".join(token for _, token in run)
             console.print(Text(text, "green" if counts else "dim"), end="", soft_wrap=True)

@@ -1,6 +1,6 @@
 """Previews of a dataset as the trainer will read it."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -23,6 +23,9 @@ class PreviewedSample(ResponseModel):
     """One training sample: `tokens`, `token_ids` and `counts` are of the same length."""
 
     line: int = Field(description="Line number in the file, from 1")
+    answer: Literal["chosen", "rejected"] | None = Field(
+        None, description="Which answer of a pair follows the prompt; null unless the file holds pairs"
+    )
     tokens: Annotated[tuple[str, ...], Field(fail_fast=True)] = Field(
         description="Text of each token; a character of several tokens is shown with the last one"
     )
@@ -75,5 +78,7 @@ class DatasetPreview(ResponseModel):
     examples: int
     max_length: int
     overlength: Overlength
-    samples: Annotated[tuple[PreviewedSample, ...], Field(fail_fast=True, max_length=20)]
+    samples: Annotated[tuple[PreviewedSample, ...], Field(fail_fast=True, max_length=40)] = Field(
+        description="The first samples; of each pair, the chosen and then the rejected answer"
+    )
     lengths: Lengths

@@ -188,11 +188,12 @@ def list_checkpoints(
 def answer(job: Job) -> FineTuningJob:
     """A job in OpenAI's shape."""
     spec = Spec.model_validate(job.spec)
+    base = default_rate(spec.objective, adapters=spec.method.lora is not None)
+    multiplier = job.training_config["learning_rate"] / base
     hyperparameters = HyperparametersResponse(
         n_epochs=spec.epochs or "auto",
         batch_size=spec.effective_batch_size,
-        learning_rate_multiplier=job.training_config["learning_rate"]
-        / default_rate(spec.objective, adapters=spec.method.lora is not None),
+        learning_rate_multiplier=float(f"{multiplier:.12g}"),  # 3, not 3.0000000000000004
     )
     made = job.status == "succeeded" and bool(job.result["files"])
     left = job.progress.get("eta_seconds") if job.status == "running" else None

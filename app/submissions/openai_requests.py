@@ -21,7 +21,6 @@ _OPENAI_FIELDS = {
     "dataset_config.file_id": "training_file",
     "dataset_config.validation_file_id": "validation_file",
     "target_effective_batch_size": "hyperparameters.batch_size",
-    "training_config.objective": "method.type",
 }
 
 
@@ -32,7 +31,7 @@ def check(requested: FineTuningRequest, inputs: PlanningInputs, settings: Settin
     Raises:
         Unprocessable, NotFound: the request cannot be trained.
     """
-    with _openai_field_names():
+    with _openai_field_names(requested):
         return _check(requested, inputs, settings)
 
 
@@ -64,12 +63,15 @@ def _check(requested: FineTuningRequest, inputs: PlanningInputs, settings: Setti
 
 
 @contextmanager
-def _openai_field_names() -> Iterator[None]:
+def _openai_field_names(requested: FineTuningRequest) -> Iterator[None]:
     """An error names the field as the client wrote it."""
+    names = dict(_OPENAI_FIELDS)
+    if requested.method is not None:
+        names["training_config.objective"] = "method.type"
     try:
         yield
     except AccrueError as error:
-        error.field = _OPENAI_FIELDS.get(error.field or "", error.field)
+        error.field = names.get(error.field or "", error.field)
         raise
 
 

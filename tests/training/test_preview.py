@@ -110,3 +110,12 @@ def test_a_preview_fails_with_the_trainer_s_error(tmp_path: Path) -> None:
     order = PreviewSpec(model=model(), data=with_digest_of(source, spec("messages")), shown=1)
     with pytest.raises(CannotTrain, match="no chat template"):
         preview(order, source, tokenizer)
+
+
+def test_each_pair_is_shown_with_both_answers(tmp_path: Path) -> None:
+    lines = [{"prompt": "Say", "chosen": f" yes {each}", "rejected": f" no {each}"} for each in range(3)]
+    looked = seen(tmp_path, lines, "preference", shown=2)
+    assert [(each.line, each.answer) for each in looked.samples] == [
+        (1, "chosen"), (1, "rejected"), (3, "chosen"), (3, "rejected"),
+    ]  # fmt: skip
+    assert ["yes" in "".join(each.tokens) for each in looked.samples] == [True, False, True, False]

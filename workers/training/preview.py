@@ -3,10 +3,10 @@
 import hashlib
 from collections.abc import Iterator
 from heapq import nlargest
-from itertools import chain, compress, count, islice
+from itertools import chain, compress, count, islice, repeat
 from math import ceil, log10
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -24,6 +24,7 @@ LONGEST = 50
 it is not among those spread evenly."""
 
 _BINS = 20
+_PAIR: tuple[Literal["chosen", "rejected"], ...] = ("chosen", "rejected")
 _CHUNK = 100
 
 
@@ -39,6 +40,7 @@ def preview(order: PreviewSpec, source: Path, tokenizer: Any) -> DatasetPreview:
 
 def _previewed(order: PreviewSpec, source: Path, tokenizer: Any, encoder: ExampleEncoder) -> DatasetPreview:
     data = order.data
+    paired = data.format == "preference"
     samples: list[PreviewedSample] = []
     whole: list[int] = []
     kept: list[int] = []
@@ -54,7 +56,10 @@ def _previewed(order: PreviewSpec, source: Path, tokenizer: Any, encoder: Exampl
                 rows = []  # too long, and refused: counted below
                 break
         if place < order.shown:
-            samples += [_sample(number, *row, tokenizer) for row in rows]
+            answers = _PAIR if paired else repeat(None)
+            samples += [
+                _sample(number, answer, *row, tokenizer) for answer, row in zip(answers, rows, strict=False)
+            ]
         if place in measured:
             counted = [sum(own[1:]) for _, own in rows]
             whole.append(max(len(tokens) for tokens, _ in sequences))
@@ -67,7 +72,7 @@ def _previewed(order: PreviewSpec, source: Path, tokenizer: Any, encoder: Exampl
         examples=data.examples,
         max_length=data.max_length,
         overlength=data.overlength,
-        samples=tuple(samples[: order.shown]),
+        samples=tuple(samples[: order.shown * (2 if paired else 1)]),
         lengths=_lengths(np.array(whole), np.array(kept), np.array(targets), longest, data.max_length),
     )
 
@@ -103,9 +108,16 @@ def _measured(data: DataSpec) -> set[int]:
     }
 
 
-def _sample(line: int, tokens: list[int], counts: list[bool], tokenizer: Any) -> PreviewedSample:
+def _sample(
+    line: int,
+    answer: Literal["chosen", "rejected"] | None,
+    tokens: list[int],
+    counts: list[bool],
+    tokenizer: Any,
+) -> PreviewedSample:
     return PreviewedSample(
         line=line,
+        answer=answer,
         tokens=_texts(tokens, tokenizer),
         token_ids=tuple(tokens),
         counts=tuple(counts),

@@ -18,7 +18,7 @@ export function showData(panel, preview) {
         h(
           "figcaption",
           { class: "muted" },
-          `Line ${number(sample.line)}: ${number(sample.tokens.length)} tokens, of which ${number(sample.target_tokens)} count toward the loss`,
+          `Line ${number(sample.line)}${sample.answer ? ` (${sample.answer})` : ""}: ${number(sample.tokens.length)} tokens, of which ${number(sample.target_tokens)} count toward the loss`,
         ),
         h(
           "p",

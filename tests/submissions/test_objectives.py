@@ -1,0 +1,134 @@
+"""Requests for preference objectives, as a client sends them."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+
+from app.settings import Settings
+from tests.harness.requests import PATH, service
+
+PAIRS = [{"prompt": f"Say {each}", "chosen": " yes", "rejected": " no"} for each in range(8)]
+LABELLED = [{"prompt": f"Say {each}", "completion": " yes", "label": each % 2 == 0} for each in range(8)]
+CHATS = [
+    {"messages": [{"role": "user", "content": f"Say {each}"}, {"role": "assistant", "content": "Yes."}]}
+    for each in range(8)
+]
+
+
+class Service:
+    """A service, and the answers to requests with these lines as training data."""
+
+    def __init__(self, client: TestClient, header: dict[str, str]) -> None:
+        self._client = client
+        self._header = header
+
+    def dry_run(self, lines: list[dict[str, Any]], **training: Any) -> Any:
+        dataset = {key: training.pop(key) for key in ("overlength",) if key in training}
+        body = {
+            "model_name": "accrue/tiny-gpt2",
+            "dataset_config": {"file_id": self._uploaded(lines), **dataset},
+            "training_config": training,
+            "target_effective_batch_size": 4,
+            "dry_run": True,
+        }
+        return self._client.post(f"{PATH}/with-accumulation", json=body, headers=self._header)
+
+    def openai_job(self, lines: list[dict[str, Any]], **given: Any) -> tuple[int, Any]:
+        body = {"model": "accrue/tiny-gpt2", "training_file": self._uploaded(lines), **given}
+        answer = self._client.post("/v1/fine_tuning/jobs", json=body, headers=self._header)
+        return answer.status_code, answer.json()
+
+    def _uploaded(self, lines: list[dict[str, Any]]) -> str:
+        data = "\n".join(map(json.dumps, lines)).encode()
+        answer = self._client.post(
+            "/v1/files",
+            files={"file": ("data.jsonl", data)},
+            data={"purpose": "fine-tune"},
+            headers=self._header,
+        )
+        assert answer.status_code == 200, answer.text
+        return str(answer.json()["id"])
+
+
+@pytest.fixture(scope="module")
+def accrue(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    folder = tmp_path_factory.mktemp("service")
+    settings = Settings(
+        data_dir=folder / "data",
+        models_dir=folder / "models",
+        offline=True,
+        profiler=False,
+        _env_file=None,  # type: ignore[call-arg]
+    )
+    settings.make_directories()
+    with service(settings) as (client, header):
+        yield Service(client, header)
+
+
+@pytest.mark.parametrize(
+    ("lines", "given", "objective", "rate"),
+    [
+        (PAIRS, {}, "dpo", 1e-6),
+        (PAIRS, {"objective": "orpo", "method": "lora"}, "orpo", 1e-5),
+        (PAIRS, {"objective": "simpo", "learning_rate": 3e-4}, "simpo", 3e-4),
+        (LABELLED, {}, "kto", 1e-6),
+        (CHATS, {}, "sft", 5e-5),
+    ],
+)
+def test_the_data_decide_the_objective_and_its_rate(
+    accrue: Service, lines: list[dict[str, Any]], given: dict[str, Any], objective: str, rate: float
+) -> None:
+    answer = accrue.dry_run(lines, **given)
+    assert answer.status_code == 200, answer.text
+    config = answer.json()["training_config"]
+    assert (config["objective"], config["learning_rate"]) == (objective, rate)
+
+
+@pytest.mark.parametrize(
+    ("lines", "given", "field", "why"),
+    [
+        (CHATS, {"objective": "dpo"}, "objective", "each line has a prompt"),
+        (PAIRS, {"objective": "kto"}, "objective", "labelled answers"),
+        (PAIRS, {"objective": "sft"}, "objective", "which suits dpo, orpo, simpo"),
+        (PAIRS, {"objective_args": {"gamma": 0.5}}, "objective_args", "gamma"),
+        (PAIRS, {"objective": "ppo"}, "objective", "dpo"),
+        (PAIRS, {"overlength": "split"}, "overlength", "truncate or error"),
+        (PAIRS, {"label_smoothing": 0.1}, "label_smoothing", "objective_args.label_smoothing"),
+        (LABELLED, {"objective_args": {"desirable_weight": 0, "undesirable_weight": 0}}, "objective_args",
+         "both 0"),
+        (LABELLED[:1], {}, "file_id", "two samples"),
+    ],
+)  # fmt: skip
+def test_what_an_objective_cannot_learn_from_is_refused(
+    accrue: Service, lines: list[dict[str, Any]], given: dict[str, Any], field: str, why: str
+) -> None:
+    answer = accrue.dry_run(lines, **given)
+    assert answer.status_code == 422, answer.text
+    assert why in answer.text
+    assert field in answer.text
+
+
+def test_openai_s_method_is_answered_as_it_was_sent(accrue: Service) -> None:
+    chosen = {"beta": 0.2, "batch_size": 4, "n_epochs": 1, "learning_rate_multiplier": 0.7}
+    status, job = accrue.openai_job(PAIRS, method={"type": "dpo", "dpo": {"hyperparameters": chosen}})
+    assert status == 200
+    assert job["method"]["type"] == "dpo"
+    assert job["method"]["dpo"]["hyperparameters"] == chosen
+
+
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [
+        ({"method": {"type": "dpo"}}, "method.type"),
+        ({"training_config": {"objective": "dpo"}}, "training_config.objective"),
+        ({"method": {"type": "supervised"}, "training_config": {"objective": "dpo"}}, "method.type"),
+    ],
+)
+def test_an_unsuitable_objective_is_named_where_it_was_given(
+    accrue: Service, given: dict[str, Any], param: str
+) -> None:
+    status, answer = accrue.openai_job(CHATS, **given)
+    assert (status, answer["error"]["param"]) == (400, param)
