@@ -12,6 +12,7 @@ import structlog
 from anyio import CancelScope, to_thread
 from fastapi import APIRouter, Request, Response
 from fastapi.sse import format_sse_event
+from pydantic import TypeAdapter, ValidationError
 from sqlalchemy.exc import SQLAlchemyError
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
@@ -23,7 +24,7 @@ from app.contract.inference import (
     InferenceError,
     InferenceOrder,
 )
-from app.contract.model_reference import ModelReference
+from app.contract.model_reference import ModelReference, StartingModel
 from app.errors import (
     AccrueError,
     ContextTooLong,
@@ -52,6 +53,8 @@ router = APIRouter(prefix="/v1", tags=["OpenAI: inference"])
 MAX_PER_KEY = 64
 """The maximum number of requests of one key whose answer is awaited at the same time."""
 MAX_TOTAL = 256
+
+_NAMES = TypeAdapter(StartingModel)
 
 _STREAM: dict[int | str, dict[str, Any]] = {
     200: {
@@ -120,6 +123,19 @@ async def complete(
 
 
 def _model(name: str, database: Database, settings: Settings) -> ModelReference:
+    """The model of a name.
+
+    Raises:
+        UnknownModel: there is none, also if no model here could have this name.
+    """
+    try:
+        _NAMES.validate_python(name)
+    except ValidationError:
+        raise UnknownModel(
+            "There is no model of this name: give a base model (gpt2, owner/name), or a trained one as GET "
+            "/v1/models lists it (ft:…).",
+            field="model",
+        ) from None
     try:
         return starting_models.find_for_training(name, database, settings)[0]
     except Unprocessable as error:

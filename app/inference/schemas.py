@@ -11,7 +11,6 @@ from pydantic import Field, StringConstraints, field_validator, model_validator
 from app.contract.base import Flag, Request, ResponseModel, ShortText
 from app.contract.data_formats import Role
 from app.contract.inference import FinishReason, SamplingOptions
-from app.contract.model_reference import StartingModel
 
 MAX_CHOICES = 16
 MAX_PROMPTS = 64
@@ -29,7 +28,9 @@ _Bias = Annotated[float, Field(ge=-100, le=100)]
 class _InferenceRequest(Request):
     """What both kinds of request have in common."""
 
-    model: StartingModel = Field(description="A base model, a trained one, or a job's checkpoint")
+    model: Annotated[str, StringConstraints(min_length=1, max_length=400)] = Field(
+        description="A base model, a trained one, or a job's checkpoint"
+    )
     n: int = Field(1, ge=1, le=MAX_CHOICES, description="Answers to each prompt")
     stream: Flag | None = Field(None, description="Send the answer as server-sent events while it is written")
     stream_options: "StreamOptions | None" = None

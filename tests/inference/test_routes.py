@@ -303,3 +303,15 @@ def test_a_request_that_nobody_takes_ends(
     assert "ACCRUE_INFERENCE" in answer.json()["detail"]
     with database.reading() as session:
         assert not requests.any_free(session)
+
+
+@pytest.mark.parametrize(
+    "name", ["ft:gpt-4o-mini-2024-07-18:acme::abc123", "ft:none", "nobody/nothing", "../../etc/passwd", "a b"]
+)
+@pytest.mark.usefixtures("database")
+def test_a_model_of_another_service_is_unknown(client: TestClient, name: str) -> None:
+    for path, given in ((CHAT, HELLO), (COMPLETIONS, {"prompt": "Hello"})):
+        answer = client.post(path, json={**given, "model": name})
+        assert answer.status_code == 404, answer.text
+        error = answer.json()["error"]
+        assert (error["code"], error["param"]) == ("model_not_found", "model")
