@@ -39,7 +39,7 @@ def job(number: int, kind: str = "supervised", **changes: Any) -> dict[str, Any]
 
 JOBS = [
     job(1),
-    job(2, "dpo"),
+    job(2, "reinforcement"),
     job(3, validation_file="file-valid", metadata=None, fine_tuned_model=None),
     job(4, training_file="file-gone"),
     job(5, method={"type": "supervised", "supervised": {"hyperparameters": {
@@ -123,7 +123,7 @@ def test_jobs_come_with_their_files_and_hyperparameters(accrue: Accrue, tmp_path
     assert [each["state"] for each in found] == [
         "imported", "left out", "imported", "not imported", "imported", "imported",
     ]  # fmt: skip
-    assert "dpo: only supervised jobs" in found[1]["error"]
+    assert "reinforcement: only supervised and dpo jobs" in found[1]["error"]
     assert "file-gone cannot be downloaded" in found[3]["error"]
     first, third, fifth = (accrue.get(f"/v1/fine_tuning/jobs/{found[n]['training_id']}") for n in (0, 2, 4))
     assert first["hyperparameters"] == {"n_epochs": 2, "batch_size": 4, "learning_rate_multiplier": 2.0}
@@ -165,7 +165,7 @@ def test_one_job_is_imported_by_its_id(accrue: Accrue) -> None:
     [one] = imported(accrue, "--job", "ftjob-2")
     assert (one["openai"], one["state"]) == ("ftjob-2", "left out")
     told = accrue.command("import", "openai", "--job", "ftjob-2").stdout
-    assert "ftjob-2: its method is dpo" in told
+    assert "ftjob-2: its method is reinforcement" in told
 
 
 def test_problems_with_the_account_are_one_line(accrue: Accrue) -> None:

@@ -38,7 +38,7 @@ def trained(folder: Path, lora: LoraSpec | None) -> RunDirectory:
     return run
 
 
-@pytest.fixture(scope="module", params=["full", "lora"])
+@pytest.fixture(scope="module", params=[pytest.param("full", marks=pytest.mark.thorough), "lora"])
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
     return trained(tmp_path_factory.mktemp("run"), LORA if request.param == "lora" else None)
 
@@ -63,6 +63,7 @@ def test_a_whole_model_predicts_what_the_trained_one_does(
     assert tokenizer.chat_template == AutoTokenizer.from_pretrained(run.model).chat_template
 
 
+@pytest.mark.thorough
 def test_adapters_are_exported_alone(tmp_path: Path) -> None:
     run = trained(tmp_path / "run", LORA)
     result = exports.make(task_of(run, tmp_path / "own", "adapter"))

@@ -173,6 +173,7 @@ def test_a_run_keeps_the_fastest_size_and_trains_the_same(
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
 
 
+@pytest.mark.thorough
 def test_a_stopped_run_continues_its_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stop writes a checkpoint in the middle of a trial; weights and decisions are those of a run that was
     not stopped."""
@@ -246,6 +247,7 @@ def test_a_plan_without_a_budget_is_not_tuned(tmp_path: Path, rule: MicroBatchRu
     assert not run.tuning()
 
 
+@pytest.mark.thorough
 def test_a_plan_for_another_device_discards_what_was_learned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -330,6 +332,7 @@ def on_trial_until_killed(run: RunDirectory) -> Iterator[None]:
     (run.path / "trial").unlink()
 
 
+@pytest.mark.thorough
 def test_trials_stay_ended_in_later_attempts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, lambda size: float(size))
     run = create(tmp_path / "run", steps=60)
@@ -345,6 +348,7 @@ def test_trials_stay_ended_in_later_attempts(tmp_path: Path, monkeypatch: pytest
     assert max(line.step for line in run.tuning()) <= done
 
 
+@pytest.mark.thorough
 def test_out_of_memory_in_a_trial_leaves_the_current_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -369,6 +373,7 @@ def test_out_of_memory_in_a_trial_leaves_the_current_size(
     assert [line["largest_tokens"] for line in ours[20:]] == [line["largest_tokens"] for line in theirs[20:]]
 
 
+@pytest.mark.thorough
 def test_decisions_survive_two_kills_within_one_checkpoint_interval(tmp_path: Path) -> None:
     """The second attempt reports earlier steps again before it is killed, too."""
     run = create(tmp_path / "run")
@@ -396,6 +401,7 @@ def with_rule(run: RunDirectory, rule: MicroBatchRule) -> None:
     run.write_assignment(assignment.model_copy(update={"plan": plan}))
 
 
+@pytest.mark.thorough
 def test_where_micro_batches_must_not_shrink_only_smaller_ones_are_tried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
