@@ -244,6 +244,9 @@ def plan(
         int | None, typer.Option(min=1, help="How many of the service's devices to plan for; default: all")
     ] = None,
     max_length: Annotated[int | None, typer.Option(help="Maximum tokens per sample")] = None,
+    objective: Annotated[
+        str, typer.Option(help="sft, dpo, orpo, simpo or kto: with dpo, orpo and simpo, a sample is a pair")
+    ] = "sft",
     method: Annotated[str, typer.Option(help="full, lora or qlora")] = "full",
     optimizer: Annotated[
         str, typer.Option(help="adamw, adamw_8bit, lion, lamb, lars, sgd, adafactor")
@@ -268,6 +271,7 @@ def plan(
         "num_gpus": num_gpus,
         "gpus": gpu or None,
         "max_length": max_length,
+        "objective": objective,
         "method": method,
         "optimizer": optimizer,
         "mixed_precision": precision,

@@ -32,6 +32,9 @@ FORMATS: dict[ObjectiveName, tuple[DataFormat, ...]] = {
 }
 """The formats of data that each objective can learn from. `sft` ignores whether a completion is desirable."""
 
+SEQUENCES_PER_SAMPLE: dict[DataFormat, int] = {"preference": 2}
+"""The sequences that a sample has in a micro-batch, if they are several: a pair has two."""
+
 DEFAULT_OBJECTIVES: dict[DataFormat, ObjectiveName] = {"preference": "dpo", "unpaired_preference": "kto"}
 """The objective for data of a format, if none is requested; sft for all others."""
 

@@ -12,7 +12,7 @@ from app.contract.accumulation import ClipMode, Precision
 from app.contract.base import Frozen
 from app.contract.data_formats import DataFormat
 from app.contract.model_reference import LoraSpec, ModelReference
-from app.contract.objective import PreferenceSpec
+from app.contract.objective import SEQUENCES_PER_SAMPLE, PreferenceSpec
 
 OptimizerName = Literal["adamw", "adamw_8bit", "lion", "lamb", "lars", "sgd", "adafactor"]
 ScheduleName = Literal["constant", "linear", "cosine", "one_cycle"]
@@ -55,7 +55,7 @@ class DataSpec(Frozen):
     @property
     def sequences_per_sample(self) -> int:
         """The sequences that a sample has in a micro-batch: two if it is a pair."""
-        return 2 if self.format == "preference" else 1
+        return SEQUENCES_PER_SAMPLE.get(self.format, 1)
 
     @property
     def tokens_per_sample(self) -> int:

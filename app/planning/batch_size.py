@@ -12,6 +12,7 @@ from fastapi import Request
 from app.contract.accumulation import Precision
 from app.contract.architecture import Architecture
 from app.contract.memory_profile import Recipe
+from app.contract.objective import FORMATS, SEQUENCES_PER_SAMPLE
 from app.contract.spec import MemoryLimits, RequestedSplit
 from app.devices import gpus, live_workers
 from app.devices.gpus import first_devices, select_devices
@@ -108,6 +109,7 @@ def _look_up(requested: BatchSizeRequest, settings: Settings, database: Database
         split=RequestedSplit(
             accumulation_steps=None, micro_batch_size=requested.micro_batch_size, devices=len(devices)
         ),
+        sequences_per_sample=SEQUENCES_PER_SAMPLE.get(FORMATS[requested.objective][0], 1),
     )
     return _ResolvedRequest(requested.model_name, base, question, warnings)
 

@@ -152,10 +152,23 @@ def _device(rank: Rank, steps: int) -> DeviceSplit:
     )
 
 
+def _unit(question: Question, count: int) -> str:
+    """What a sample is called: a pair has two sequences."""
+    return ("sample" if question.sequences_per_sample == 1 else "pair") + "s" * (count != 1)
+
+
+def _counted(question: Question, count: int | None = None) -> str:
+    """Samples of full length: a number of them, or any."""
+    unit = _unit(question, count or 0)
+    number = "" if count is None else f"{count} "
+    several = "" if question.sequences_per_sample == 1 else f"{question.sequences_per_sample} × "
+    return f"{number}{unit} of {several}{question.sequence} tokens"
+
+
 def _explain(solution: Solution, others: list[Alternative]) -> str:
     question, source, tightest = solution.question, solution.estimate.source, solution.tightest
     peak, limit = tightest.memory.peak_process_bytes / GIB, tightest.capacity.limit_bytes / GIB
-    rows, devices = tightest.micro_batch, len(solution.ranks)
+    rows, devices, batch = tightest.micro_batch, len(solution.ranks), solution.effective_batch
     alike = len({device.memory_bytes for device in question.devices}) == 1
     where = "" if alike else f" of {tightest.device.name}"
     if not solution.fits:
@@ -167,14 +180,14 @@ def _explain(solution: Solution, others: list[Alternative]) -> str:
             else "None of the alternatives below fits either: use a larger GPU or a smaller model."
         )
         return (
-            f"{_BY[source]} {rows} sample{'s' * (rows > 1)} of {question.sequence} tokens at a time take"
+            f"{_BY[source]} {_counted(question, rows)} at a time take"
             f"{'s' * (rows == 1)} {peak:.2f} GiB, but only {limit:.2f} GiB{where} may be used: it does "
             "not fit. "
             f"{remedy}"
         )
     return (
-        f"{solution.effective_batch} samples per step on {devices} device{'s' * (devices > 1)}: "
+        f"{batch} {_unit(question, batch)} per step on {devices} device{'s' * (devices > 1)}: "
         f"{solution.steps} micro-batch{'es' * (solution.steps > 1)} of at most {solution.micro_batch} "
-        f"sample{'s' * (solution.micro_batch > 1)} on each. {_BY[source]} with samples of "
-        f"{question.sequence} tokens, that takes {peak:.2f} of the {limit:.2f} GiB{where} that may be used."
+        f"{_unit(question, solution.micro_batch)} on each. {_BY[source]} with "
+        f"{_counted(question)}, that takes {peak:.2f} of the {limit:.2f} GiB{where} that may be used."
     )

@@ -8,6 +8,7 @@ from app.contract.accumulation import MAX_MICRO_BATCH, Precision
 from app.contract.arguments import Method, OptimizerChoice
 from app.contract.base import Flag, Request, ResponseModel
 from app.contract.model_reference import StartingModel
+from app.contract.objective import ObjectiveName
 from app.contract.plan import Alternative, Source
 from app.planning.memory import Memory
 
@@ -47,6 +48,9 @@ class BatchSizeRequest(Request):
         description='Declared devices: "24GB", "A100-80GB"',
     )
     max_length: int | None = Field(None, ge=2, description="Tokens; null: the model's limit, at most 1024")
+    objective: ObjectiveName = Field(
+        "sft", description="What is learned: with dpo, orpo and simpo, a sample is a pair of two sequences"
+    )
     method: Method = Field("full", description='"full", "lora", "qlora", or {"lora": {"r": 16, …}}')
     optimizer: OptimizerChoice = "adamw"
     mixed_precision: Flag | Precision = True

@@ -1,11 +1,13 @@
 """The calculator, a submission and the worker answer the same question with the same plan."""
 
+import json
 import random
 from collections import Counter
 from typing import Any, get_args
 
 from fastapi.testclient import TestClient
 
+from app.contract.objective import PreferenceName
 from app.contract.spec import OptimizerName, Spec
 from app.jobs import transitions
 from app.planning.devices import GIB, Device
@@ -33,18 +35,35 @@ def drawn(source: random.Random) -> dict[str, Any]:
         "gradient_checkpointing": source.random() < 0.3,
         "max_memory_usage": 2 ** source.uniform(-5.4, 0),
         "memory_safety_margin": source.choice([None, 0.02, 0.3]),
+        "objective": source.choice(["sft", "sft", *get_args(PreferenceName)]),
     }
 
 
-def as_submission(question: dict[str, Any]) -> dict[str, Any]:
-    """The same as a request for a job."""
-    training = ("method", "optimizer", "gradient_checkpointing")
+def as_submission(question: dict[str, Any], files: dict[str, str]) -> dict[str, Any]:
+    """The same as a request for a job, with the file of the objective."""
+    training = ("method", "optimizer", "gradient_checkpointing", "objective")
     return {
         **{name: value for name, value in question.items() if name not in ("max_length", *training)},
         "training_config": {name: question[name] for name in training},
-        "dataset_config": {"texts": ["a text"] * 50, "max_length": question["max_length"]},
+        "dataset_config": {"file_id": files[question["objective"]], "max_length": question["max_length"]},
         "auto_start": False,
     }
+
+
+def uploaded(client: TestClient) -> dict[str, str]:
+    """For each objective, the id of a file that it can learn from."""
+    pair = {"prompt": "Say", "chosen": " yes", "rejected": " no"}
+    lines: dict[str, dict[str, Any]] = {
+        "sft": {"text": "a text"},
+        "kto": {"prompt": "Say", "completion": " yes", "label": True},
+        **dict.fromkeys(("dpo", "orpo", "simpo"), pair),
+    }
+    found = {}
+    for name, line in lines.items():
+        file = ("data.jsonl", (json.dumps(line) + "\n").encode() * 50)
+        answer = client.post("/v1/files", files={"file": file}, data={"purpose": "fine-tune"})
+        found[name] = str(answer.json()["id"])
+    return found
 
 
 def test_calculator_dry_run_and_job_give_the_same_plan(
@@ -52,6 +71,7 @@ def test_calculator_dry_run_and_job_give_the_same_plan(
 ) -> None:
     source, launcher = random.Random(17), Launcher(settings, database)
     steps: Counter[bool] = Counter()
+    files = uploaded(client)
     for number in range(QUESTIONS):
         question = drawn(source)
         calculated = client.post(
@@ -59,10 +79,10 @@ def test_calculator_dry_run_and_job_give_the_same_plan(
         )
         assert calculated.status_code == 200, calculated.text
         dry = client.post(
-            f"{NATIVE}/training/with-accumulation", json={**as_submission(question), "dry_run": True}
+            f"{NATIVE}/training/with-accumulation", json={**as_submission(question, files), "dry_run": True}
         )
         assert dry.status_code == 200, dry.text
-        submitted = client.post(f"{NATIVE}/training/with-accumulation", json=as_submission(question))
+        submitted = client.post(f"{NATIVE}/training/with-accumulation", json=as_submission(question, files))
         assert submitted.status_code == 202, submitted.text
         with database.reading() as session:
             spec = Spec.model_validate(transitions.get(session, submitted.json()["training_id"]).spec)

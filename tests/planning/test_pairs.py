@@ -1,6 +1,9 @@
 """Plans for pairs: a sample of two sequences takes the memory of two rows."""
 
+from typing import Any
+
 import pytest
+from fastapi.testclient import TestClient
 
 from app.contract.plan import TokenBudget
 from app.planning.devices import GIB, Device
@@ -56,3 +59,21 @@ def test_kto_computes_one_sequence_at_a_time() -> None:
         update={"data": preference_data("kto", 100), "objective": objective_spec("kto")}
     )
     assert question_of(labelled, [GPU], 64).sequences_per_sample == 1
+
+
+def test_the_calculator_counts_pairs(client: TestClient) -> None:
+    path = "/gradient-accumulation/calculate-batch-size"
+    asked: dict[str, Any] = {
+        "model_name": "gpt2",
+        "target_batch_size": 64,
+        "max_length": 256,
+        "wait_seconds": 0,
+    }
+    of_pairs = client.post(path, json={**asked, "objective": "dpo"}).json()
+    by_query = client.get(path, params={**asked, "objective": "dpo"}).json()
+    single = client.post(path, json={**asked, "objective": "kto"}).json()
+    assert by_query == of_pairs
+    assert of_pairs["explanation"].startswith("64 pairs per step")
+    assert "pairs of 2 × 256 tokens" in of_pairs["explanation"]
+    assert of_pairs["max_micro_batch_size"] < single["max_micro_batch_size"]
+    assert client.post(path, json={**asked, "objective": "ppo"}).status_code == 422

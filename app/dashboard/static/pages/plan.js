@@ -55,6 +55,7 @@ export async function show(main, { chosen, signal }) {
         input.type === "checkbox" ? (input.checked ? "true" : "") : input.value.trim(),
       ]),
     );
+  const fileFormat = () => inputs.file.selectedOptions[0]?.dataset.format;
   const effective = h("output", { class: "effective", for: "field-target field-micro field-steps field-count" });
   // Shown on narrow screens only, where the full prediction is far below the form.
   const shortVerdict = h("p", { class: "briefly", "aria-live": "polite" });
@@ -77,7 +78,7 @@ export async function show(main, { chosen, signal }) {
       await delay(wait, own);
       const shown = values();
       for (const within of [0, SIMULATED_WITHIN]) {
-        const answer = await requestPrediction(shown, within, own);
+        const answer = await requestPrediction(shown, fileFormat(), within, own);
         showAnswer(result, answer, shown, apply, speed);
         shortVerdict.textContent = verdict(answer);
         shortVerdict.className = `briefly ${answer.fits ? "is-ok" : "is-bad"}`;
@@ -104,7 +105,7 @@ export async function show(main, { chosen, signal }) {
     effective.textContent = batch
       ? `→ Effective batch: ${number(batch)}${sweep}`
       : "→ Effective batch: enter whole numbers above zero";
-    inputs.rate.placeholder = usualRate(values(), inputs.file.selectedOptions[0]?.dataset.format);
+    inputs.rate.placeholder = usualRate(values(), fileFormat());
     shortVerdict.textContent = "";
     clearRefusals(form);
     predict(wait).catch((error) => {
@@ -295,9 +296,14 @@ function nonDefaults(values) {
   return Object.fromEntries(Object.entries(values).filter(([name, value]) => value !== (DEFAULTS[name] ?? "")));
 }
 
+/** The objective: the chosen one, or that which the service uses for data of this format. */
+function objectiveFor({ objective }, format) {
+  return objective || ({ preference: "dpo", unpaired_preference: "kto" }[format] ?? "sft");
+}
+
 /** The learning rate that the service uses if none is given. */
-function usualRate({ method, objective }, format) {
-  const imitates = objective ? objective === "sft" : !["preference", "unpaired_preference"].includes(format);
+function usualRate({ method, ...values }, format) {
+  const imitates = objectiveFor(values, format) === "sft";
   if (method === "full") return imitates ? "5e-5" : "1e-6";
   return imitates ? "2e-4" : "1e-5";
 }
@@ -324,7 +330,7 @@ function effectiveBatch({ batch, target, micro, steps, count }) {
 /** Converts text to a number. Sends other text unchanged, so that the service's error names the field. */
 const asNumber = (text) => (text === "" ? undefined : Number.isNaN(Number(text)) ? text : Number(text));
 
-function requestPrediction(values, wait, signal) {
+function requestPrediction(values, format, wait, signal) {
   const count = Math.min(whole(values.count) ?? 1, 1024);
   return post(
     `${ROOT}/calculate-batch-size`,
@@ -335,6 +341,7 @@ function requestPrediction(values, wait, signal) {
       num_gpus: count,
       gpus: values.gpus ? Array(count).fill(values.gpus) : undefined,
       max_length: asNumber(values.length),
+      objective: objectiveFor(values, format),
       method: values.method,
       optimizer: values.optimizer,
       mixed_precision: values.precision === "auto" ? true : values.precision,
