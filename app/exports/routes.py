@@ -148,16 +148,7 @@ def files(
     )
     if found is None:
         raise NotFound(f"The files of the export {export_id} are no longer in the data folder.")
-    return opened(
-        run_files.tar_of(found, export_id),
-        lambda: run_files.close(found),
-        media_type="application/x-tar",
-        files=len(found),
-        headers={
-            "Content-Length": str(run_files.tar_size(found, export_id)),
-            "Content-Disposition": f'attachment; filename="{export_id}.tar"',
-        },
-    )
+    return run_files.tar_response(found, export_id, opened)
 
 
 def _found(session: Session, training_id: str, export_id: str) -> Export:

@@ -46,7 +46,7 @@ WAITING_SECONDS = 5.0
 """How often a service says which answers are still awaited."""
 
 _ABANDONED_SECONDS = 30.0
-"""Seconds after which a request that nobody awaits any more is deleted: the service has stopped."""
+"""Seconds after which a request whose client no longer waits is deleted: the service has stopped."""
 
 
 @dataclass(frozen=True)
@@ -98,12 +98,12 @@ def keep_awaiting(session: Session, request_ids: Collection[str]) -> None:
 
 
 def any_abandoned(session: Session) -> bool:
-    """Whether there are requests whose answer nobody awaits any more."""
+    """Whether there are requests whose client no longer waits."""
     return session.scalar(select(InferenceRequest.id).where(_is_abandoned()).limit(1)) is not None
 
 
 def delete_abandoned(session: Session) -> None:
-    """Deletes requests whose answer nobody awaits any more, as after the service was killed."""
+    """Deletes requests whose client no longer waits, as after the service was killed."""
     session.execute(delete(InferenceRequest).where(_is_abandoned()))
 
 

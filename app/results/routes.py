@@ -151,16 +151,7 @@ def model(
     files = run_files.model_files(settings, training_id, named, replica)
     if files is None:
         raise NotFound(f"The model of job {training_id} is no longer in the data folder.")
-    return opened(
-        run_files.tar_of(files, name),
-        lambda: run_files.close(files),
-        media_type="application/x-tar",
-        files=len(files),
-        headers={
-            "Content-Length": str(run_files.tar_size(files, name)),
-            "Content-Disposition": f'attachment; filename="{name}.tar"',
-        },
-    )
+    return run_files.tar_response(files, name, opened)
 
 
 def _log_lines(database: Database, training_id: str, from_step: int) -> Iterator[str]:

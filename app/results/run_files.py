@@ -3,12 +3,13 @@
 import os
 import re
 import tarfile
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 import structlog
+from fastapi import Response
 from pydantic import BaseModel, ValidationError
 
 from app.contract.plain_files import folder as open_folder
@@ -164,6 +165,20 @@ def tar_of(files: Mapping[str, BinaryIO], folder: str) -> Iterator[bytes]:
             yield from blocks_of(file)
             yield b"\0" * (_padded(entry.size) - entry.size)
         yield b"\0" * (2 * 512)
+
+
+def tar_response(files: Mapping[str, BinaryIO], name: str, opened: Callable[..., Response]) -> Response:
+    """A download of open files as `name`.tar, which closes them."""
+    return opened(
+        tar_of(files, name),
+        lambda: close(files),
+        media_type="application/x-tar",
+        files=len(files),
+        headers={
+            "Content-Length": str(tar_size(files, name)),
+            "Content-Disposition": f'attachment; filename="{name}.tar"',
+        },
+    )
 
 
 def _read(settings: Settings, kind: type[Content], job_id: str, *parts: str) -> Content | None:

@@ -15,7 +15,7 @@ def with_metrics(training: TrainingConfig, *, validates: bool, settings: Setting
     """The training configuration, with enough completions for its metrics.
 
     Raises:
-        Unprocessable: a metric does not exist here, or there is nothing to compute it on.
+        Unprocessable: this service does not have the metric, or there is no data to compute it on.
     """
     if not training.metrics:
         return training

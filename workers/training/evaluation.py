@@ -16,6 +16,7 @@ from workers.training.data import Samples
 from workers.training.distributed.group import ALONE, Group
 from workers.training.exceptions import InterruptionRequested
 from workers.training.objectives import MEASURED, Objective
+from workers.training.passes import share_of_rank
 from workers.training.replica import Replica
 from workers.training.state import RunState
 from workers.training.training_run import TrainingRun
@@ -66,16 +67,14 @@ def sums(
                 packed=layout.packed,
                 isolate_above=layout.isolate_above,
             )
-            own = groups[group.rank :: group.size]
-            missing = -(-len(groups) // group.size) - len(own) if replica.is_sharded else 0
-            passes = [*own, *[groups[-1]] * missing]
+            passes, counting = share_of_rank(groups, group, equally=replica.is_sharded)
             if objective is not None:
-                _of_whole_set(objective, replica, samples, layout, counted, passes, len(own), between, group)
+                _of_whole_set(objective, replica, samples, layout, counted, passes, counting, between, group)
             for number, each in enumerate(passes):
                 between()
                 batch = lay_out(samples, counted[each].tolist(), layout)
                 found = replica.evaluate(batch.to(replica.device))
-                if number < len(own):  # otherwise only other ranks have a micro-batch left
+                if number < counting:
                     assert found.correct is not None
                     exact = torch.zeros_like(found.loss_sum) if found.exact is None else found.exact
                     numbers = torch.stack([found.loss_sum, found.correct, exact])

@@ -22,6 +22,18 @@ def passes_of_rank(training: TrainingRun, groups: Sequence[Groups]) -> int:
     return max(counts) if parameters.exchanges_in_each_pass else max(1, own)
 
 
+def share_of_rank(groups: Groups, group: Group, *, equally: bool) -> tuple[Groups, int]:
+    """This rank's part of micro-batches that any rank may compute, and how many of its passes count.
+
+    Args:
+        equally: whether all ranks must make equally many passes: ranks with fewer micro-batches repeat the
+            last one, and discard its results.
+    """
+    own = groups[group.rank :: group.size]
+    repeated = -(-len(groups) // group.size) - len(own) if equally else 0
+    return [*own, *groups[-1:] * repeated], len(own)
+
+
 def filler(training: TrainingRun, window: Indices) -> MicroBatch:
     """A small micro-batch with which a rank takes part in the passes of others."""
     counted = window[training.loader.samples.targets[window] > 0]

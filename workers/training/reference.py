@@ -21,6 +21,7 @@ from workers.training.batches import BatchLayout, cut_window
 from workers.training.data import Samples
 from workers.training.distributed.group import Group
 from workers.training.exceptions import CannotTrain, Interrupted
+from workers.training.passes import share_of_rank
 from workers.training.replica import Replica
 
 LogProbs = npt.NDArray[np.float64]
@@ -179,9 +180,8 @@ def _compute(
                 packed=layout.packed,
                 isolate_above=layout.isolate_above,
             )
-            own = groups[group.rank :: group.size]
-            others = -(-len(groups) // group.size) - len(own) if replica.is_sharded else 0
-            for number, each in enumerate([*own, *groups[-1:] * others]):
+            own, counting = share_of_rank(groups, group, equally=replica.is_sharded)
+            for number, each in enumerate(own):
                 if not replica.is_sharded and interrupted():
                     return True
                 chosen = missing[each]
@@ -194,7 +194,7 @@ def _compute(
                         "the model that this job starts from gives some answers a log-probability that is "
                         'infinite or not a number: set mixed_precision to "no", or check the model',
                     )
-                if number < len(own):
+                if number < counting:
                     known[chosen[:, None], columns] = scores.reshape(len(chosen), len(columns))
                 if group.leads:
                     store.save_if_due(known)
