@@ -61,8 +61,9 @@ def submit(
     objective: Annotated[
         str | None,
         typer.Option(
-            help="sft; dpo, orpo or simpo for pairs of answers; kto for labelled answers; default: by the "
-            "data; for its arguments: --set training_config.objective_args.beta=0.2"
+            help="sft; dpo, orpo, simpo or reward for pairs of answers; kto for labelled answers; "
+            "classification for labelled texts; default: by the data; for its arguments: "
+            "--set training_config.objective_args.beta=0.2"
         ),
     ] = None,
     checkpointing: Annotated[
@@ -245,7 +246,11 @@ def plan(
     ] = None,
     max_length: Annotated[int | None, typer.Option(help="Maximum tokens per sample")] = None,
     objective: Annotated[
-        str, typer.Option(help="sft, dpo, orpo, simpo or kto: with dpo, orpo and simpo, a sample is a pair")
+        str,
+        typer.Option(
+            help="sft, dpo, orpo, simpo, kto, classification or reward: with dpo, orpo, simpo and "
+            "reward, a sample is a pair"
+        ),
     ] = "sft",
     method: Annotated[str, typer.Option(help="full, lora or qlora")] = "full",
     optimizer: Annotated[

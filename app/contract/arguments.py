@@ -85,6 +85,13 @@ class ObjectiveArguments(Request):
     undesirable_weight: float | None = Field(
         None, ge=0, le=1000, description="kto: the weight of the loss of undesirable answers (1)"
     )
+    center_rewards_coefficient: float | None = Field(
+        None,
+        ge=0,
+        le=1000,
+        description="reward: how much the squared sum of a pair's rewards counts, which keeps rewards around "
+        "0 (0; 0.01 is usual)",
+    )
 
 
 class LoraConfig(Request):

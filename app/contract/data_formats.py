@@ -1,5 +1,5 @@
-"""One line of training data: text, a prompt with its completion, a chat, a pair of answers, or a labelled
-answer; other common shapes become one of these (`row_shapes`).
+"""One line of training data: text, a prompt with its completion, a chat, a pair of answers, a labelled
+answer, or a text of a class; other common shapes become one of these (`row_shapes`).
 
 The service validates uploaded lines with these classes, and the trainer parses the lines with the same
 classes: every accepted line can be trained on.
@@ -8,12 +8,24 @@ classes: every accepted line can be trained on.
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictInt,
+    StrictStr,
+    ValidationError,
+    model_validator,
+)
 
 from app.contract.row_shapes import BadShape, canonical
 from app.contract.text import MAX_KEY_LENGTH, path_to_unstorable
 
-DataFormat = Literal["text", "prompt_completion", "messages", "preference", "unpaired_preference"]
+DataFormat = Literal[
+    "text", "prompt_completion", "messages", "preference", "unpaired_preference", "classification"
+]
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 
 
@@ -43,6 +55,16 @@ class TextExample(Line):
     """Every token of the text counts for the loss."""
 
     text: str = Field(min_length=1)
+
+
+class ClassifiedText(TextExample):
+    """A text of a class."""
+
+    label: StrictBool | StrictInt | Annotated[StrictStr, Field(min_length=1, max_length=200)]
+
+    @property
+    def class_name(self) -> str:
+        return str(self.label).lower() if isinstance(self.label, bool) else str(self.label)
 
 
 class PromptCompletion(Line):
@@ -155,6 +177,7 @@ _CLASSES: dict[DataFormat, tuple[tuple[set[str], type[Example]], ...]] = {
         ({"messages", "label"}, LabelledChat),
         ({"prompt", "completion", "label"}, LabelledCompletion),
     ),
+    "classification": (({"text", "label"}, ClassifiedText),),
     "messages": (({"messages"}, Chat),),
     "prompt_completion": (({"prompt", "completion"}, PromptCompletion),),
     "text": (({"text"}, TextExample),),
@@ -167,6 +190,8 @@ def _class_for(name: DataFormat, row: dict[str, Any]) -> type[Example] | None:
     """The class of a format that the keys of the row belong to."""
     if name == "unpaired_preference" and not isinstance(row.get("label"), bool):
         return None  # a class index or a score, not a preference
+    if name == "classification" and not isinstance(row.get("label"), bool | int | str):
+        return None  # a score, or none
     return next((own for keys, own in _CLASSES[name] if keys <= row.keys()), None)
 
 
@@ -183,6 +208,28 @@ def unused_keys(example: Example) -> set[str]:
         if isinstance(turns, list):
             found |= {f"{name}.{key}" for turn in turns for key in turn.model_extra or ()}
     return found
+
+
+MAX_CLASSES = 1000
+
+
+class Classes:
+    """Collects the classes of a file's lines."""
+
+    def __init__(self) -> None:
+        self._names: set[str] = set()
+
+    def note(self, example: Example) -> None:
+        if isinstance(example, ClassifiedText) and len(self._names) <= MAX_CLASSES:
+            self._names.add(example.class_name)
+
+    def found(self) -> tuple[str, ...] | None:
+        """The classes in order: by value if all are whole numbers, else by name. None if there are none, or
+        more than `MAX_CLASSES`."""
+        if not 0 < len(self._names) <= MAX_CLASSES:
+            return None
+        numbered = all(name.isdecimal() and name.isascii() for name in self._names)
+        return tuple(sorted(self._names, key=(lambda name: (int(name), name)) if numbered else None))
 
 
 _MOST_VALUES = 200_000
@@ -203,7 +250,8 @@ def format_of(line: dict[str, Any]) -> DataFormat:
         if _class_for(name, line) is not None:
             return name
     raise BadLine(
-        'expected the keys "messages", or "prompt" and "completion" (and perhaps "label"), or "text", or '
+        'expected the keys "messages", or "prompt" and "completion" (and perhaps "label"), or "text" (and '
+        'perhaps "label"), or '
         '"prompt", "chosen" and "rejected", or a shape such as Alpaca\'s or ShareGPT\'s; '
         f"found {', '.join(ascii(key[:MAX_KEY_LENGTH]) for key in sorted(line)[:8]) or 'none'}. If other "
         'columns hold the samples, assign them: columns={"prompt": "question", "completion": '
@@ -254,6 +302,8 @@ def parse_row(value: Any, expected: DataFormat | None = None) -> tuple[DataForma
     name = expected if expected and own is not None else format_of(row)
     if expected == "unpaired_preference" and name in ("prompt_completion", "messages"):
         raise BadLine("label: missing, or not true or false, although other lines are labelled answers")
+    if expected == "classification" and name == "text":
+        raise BadLine("label: missing, or neither text nor a whole number, although other lines have labels")
     if expected and name != expected:
         raise BadLine(f"this is a {name} line, but the format is {expected}")
     own = own or _class_for(name, row)

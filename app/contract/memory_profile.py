@@ -38,6 +38,9 @@ class Recipe(Frozen):
     direct_sums: bool = False
     """Whether the gradients of large weights are added to their sums directly
     (workers/training/direct_sums.py)."""
+    scores: int = 0
+    """The scores that the model gives to a whole sequence (classification, reward); 0: a language model,
+    with its output head."""
     compile: bool = False
     """Whether torch compiles the model. Memory is simulated for the step that is not compiled, and corrected
     by what compiled ones took."""

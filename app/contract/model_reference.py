@@ -7,6 +7,9 @@ from pydantic import AfterValidator, StringConstraints
 from app.contract.architecture import MODEL_NAME, Architecture
 from app.contract.base import Frozen
 
+REWARD = "reward"
+"""The name of a reward model's score."""
+
 
 class LoraSpec(Frozen):
     """Low-rank adapters (Hu et al. 2021) through peft."""
@@ -52,6 +55,9 @@ class ModelReference(Frozen):
     layers)."""
     layers: tuple[ModelLayer, ...] = ()
     """What earlier jobs trained on it, in the order of loading."""
+    scores: tuple[str, ...] = ()
+    """The names of the scores that a classifier or reward model of an earlier job gives to a text; empty for
+    a language model."""
 
     @property
     def base_name(self) -> str:

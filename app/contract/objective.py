@@ -1,8 +1,10 @@
 """Objectives: what a window's loss is a sum of, and what it is divided by.
 
 Supervised fine-tuning (`sft`) sums over tokens. Preference objectives sum over samples: pairs of a chosen and
-a rejected completion (`dpo`, `orpo`, `simpo`), or single completions that are desirable or not (`kto`). In
-each case the denominator is known before the window begins, so the plan does not change the training.
+a rejected completion (`dpo`, `orpo`, `simpo`), or single completions that are desirable or not (`kto`). Two
+objectives train a model that scores whole sequences instead of predicting tokens: `classification` gives a
+score to each class of a text, `reward` gives one to each answer of a pair. In each case the denominator is
+known before the window begins, so the plan does not change the training.
 """
 
 from typing import Any, Literal
@@ -10,8 +12,9 @@ from typing import Any, Literal
 from app.contract.base import Frozen
 from app.contract.data_formats import DataFormat
 
-PreferenceName = Literal["dpo", "orpo", "simpo", "kto"]
-ObjectiveName = Literal["sft", "dpo", "orpo", "simpo", "kto"]
+OtherObjectiveName = Literal["dpo", "orpo", "simpo", "kto", "classification", "reward"]
+"""The objectives other than supervised fine-tuning."""
+ObjectiveName = Literal["sft", "dpo", "orpo", "simpo", "kto", "classification", "reward"]
 
 OBJECTIVE_ARGUMENTS: dict[ObjectiveName, dict[str, Any]] = {
     "sft": {},
@@ -19,34 +22,44 @@ OBJECTIVE_ARGUMENTS: dict[ObjectiveName, dict[str, Any]] = {
     "orpo": {"beta": 0.1},
     "simpo": {"beta": 2.0, "gamma": 1.0},
     "kto": {"beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.0},
+    "classification": {},
+    "reward": {"center_rewards_coefficient": 0.0},
 }
 """The arguments that each objective takes, with their defaults: those of the papers, as workers/training/
 objectives.py cites them."""
 
 FORMATS: dict[ObjectiveName, tuple[DataFormat, ...]] = {
-    "sft": ("text", "prompt_completion", "messages", "unpaired_preference"),
+    "sft": ("text", "prompt_completion", "messages", "unpaired_preference", "classification"),
     "dpo": ("preference",),
     "orpo": ("preference",),
     "simpo": ("preference",),
     "kto": ("unpaired_preference",),
+    "classification": ("classification",),
+    "reward": ("preference",),
 }
-"""The formats of data that each objective can learn from. `sft` ignores whether a completion is desirable."""
+"""The formats of data that each objective can learn from. `sft` ignores labels."""
 
 SEQUENCES_PER_SAMPLE: dict[DataFormat, int] = {"preference": 2}
 """The sequences that a sample has in a micro-batch, if they are several: a pair has two."""
 
-DEFAULT_OBJECTIVES: dict[DataFormat, ObjectiveName] = {"preference": "dpo", "unpaired_preference": "kto"}
+DEFAULT_OBJECTIVES: dict[DataFormat, ObjectiveName] = {
+    "preference": "dpo", "unpaired_preference": "kto", "classification": "classification",
+}  # fmt: skip
 """The objective for data of a format, if none is requested; sft for all others."""
 
-WITH_REFERENCE: frozenset[PreferenceName] = frozenset({"dpo", "kto"})
+WITH_REFERENCE: frozenset[ObjectiveName] = frozenset({"dpo", "kto"})
 """The objectives that compare with the model that the job starts from."""
 
+OF_SEQUENCES: frozenset[ObjectiveName] = frozenset({"classification", "reward"})
+"""The objectives that train a model to score whole sequences."""
 
-class PreferenceSpec(Frozen):
-    """A preference objective. Arguments that it does not take are 0, or 1 for weights."""
 
-    name: PreferenceName
-    beta: float
+class ObjectiveSpec(Frozen):
+    """An objective other than supervised fine-tuning. Arguments that it does not take are 0, or 1 for
+    weights."""
+
+    name: OtherObjectiveName
+    beta: float = 0.0
     """How strongly differences of log-probabilities count; for ORPO, the weight of the odds ratio (λ)."""
     gamma: float = 0.0
     """SimPO's target margin between the rewards of a pair."""
@@ -54,6 +67,13 @@ class PreferenceSpec(Frozen):
     """DPO: the assumed share of pairs whose answers are the wrong way round."""
     desirable_weight: float = 1.0
     undesirable_weight: float = 1.0
+    center_rewards_coefficient: float = 0.0
+    """Reward: how much the squared sum of a pair's rewards counts, which keeps rewards around 0."""
+
+    @property
+    def scores_sequences(self) -> bool:
+        """Whether the model has a head that scores whole sequences, in place of a language model's."""
+        return self.name in OF_SEQUENCES
 
     @property
     def has_reference(self) -> bool:
@@ -61,4 +81,4 @@ class PreferenceSpec(Frozen):
 
     @property
     def is_of_pairs(self) -> bool:
-        return self.name != "kto"
+        return "preference" in FORMATS[self.name]

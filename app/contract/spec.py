@@ -11,8 +11,8 @@ from pydantic import Field
 from app.contract.accumulation import ClipMode, Precision
 from app.contract.base import Frozen
 from app.contract.data_formats import DataFormat
-from app.contract.model_reference import LoraSpec, ModelReference
-from app.contract.objective import SEQUENCES_PER_SAMPLE, PreferenceSpec
+from app.contract.model_reference import REWARD, LoraSpec, ModelReference
+from app.contract.objective import SEQUENCES_PER_SAMPLE, ObjectiveSpec
 
 OptimizerName = Literal["adamw", "adamw_8bit", "lion", "lamb", "lars", "sgd", "adafactor"]
 ScheduleName = Literal["constant", "linear", "cosine", "one_cycle"]
@@ -51,6 +51,8 @@ class DataSpec(Frozen):
     validation: ValidationSpec | None
     with_mismatches: bool = False
     """Whether each prompt is also prepared with the completion of another sample (KTO)."""
+    classes: tuple[str, ...] = ()
+    """The classes to choose from, for classification; empty for other objectives."""
 
     @property
     def sequences_per_sample(self) -> int:
@@ -238,13 +240,21 @@ class Spec(Frozen):
     """Whether a GPU's kernels give the same bits each time; a CPU's always do."""
     completions: int = 0
     """The number of held-out prompts that are completed before and after training."""
-    objective: PreferenceSpec | None = None
+    objective: ObjectiveSpec | None = None
     """None: supervised fine-tuning, whose loss is a sum over tokens."""
     metrics: tuple[str, ...] = ()
     """The operator's programs that score these completions."""
     tune: Tune | None = None
     """while_training: try other micro-batch sizes in windows of the job; first: measure them after the first
     steps; only: measure them, and make no model; None: use the planned size."""
+
+    @property
+    def scores(self) -> tuple[str, ...]:
+        """The names of the scores that the model gives to a whole sequence: the classes, or only `reward`;
+        empty for a language model."""
+        if self.objective is None or not self.objective.scores_sequences:
+            return ()
+        return self.data.classes or (REWARD,)
 
     def batch_at(self, step: int) -> int:
         """The effective batch of an update (counted from 0), unless it depends on measurements.

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from app.contract.data_formats import BadLine, DataFormat, parse_line
+from app.contract.data_formats import BadLine, Classes, DataFormat, parse_line
 from app.datasets.containers import ReadOptions
 from app.datasets.conversion import container_at, convert
 from app.errors import InvalidRequest, TooLarge
@@ -29,6 +29,8 @@ class CheckedFile:
     bytes: int
     format: DataFormat
     examples: int
+    classes: tuple[str, ...] | None = None
+    """See `Classes.found`."""
 
 
 def store_upload(
@@ -139,7 +141,9 @@ def store_converted(found: DataFiles, path: Path, settings: Settings, field: str
     converted = convert(found.sources, path, found.how, settings, field)
     with path.open("rb+") as target:
         _make_durable(target, path.parent)
-    return CheckedFile(digest(path), path.stat().st_size, converted.format, converted.examples)
+    return CheckedFile(
+        digest(path), path.stat().st_size, converted.format, converted.examples, converted.classes
+    )
 
 
 def store_lines(form: DataFormat, lines: Iterable[dict[str, Any]], path: Path) -> CheckedFile:
@@ -162,7 +166,7 @@ def check(path: Path, settings: Settings, field: str) -> CheckedFile:
         InvalidRequest: the file has no example, or a line is invalid; the message gives the line's number.
     """
     form: DataFormat | None = None
-    examples = 0
+    examples, classes = 0, Classes()
     with path.open("rb") as file:
         number = 0
         while line := file.readline(settings.max_line_bytes + 1):
@@ -176,13 +180,14 @@ def check(path: Path, settings: Settings, field: str) -> CheckedFile:
             if not line.strip():
                 continue
             try:
-                form, _ = parse_line(line, form)
+                form, example = parse_line(line, form)
             except BadLine as error:
                 raise InvalidRequest(f"Line {number}: {error}.", field=field) from None
+            classes.note(example)
             examples += 1
     if form is None:
         raise InvalidRequest("The file has no sample: give at least one JSON line.", field=field)
-    return CheckedFile(digest(path), path.stat().st_size, form, examples)
+    return CheckedFile(digest(path), path.stat().st_size, form, examples, classes.found())
 
 
 def _make_durable(file: BinaryIO, folder: Path) -> None:

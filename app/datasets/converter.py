@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from app.contract.data_formats import BadLine, DataFormat, parse_line
+from app.contract.data_formats import BadLine, Classes, DataFormat, parse_line
 from app.contract.row_shapes import BadShape, mapped
 from app.datasets.containers import HEAD_BYTES, BadFile, Container, ReadOptions, container_of, read_rows
 
@@ -30,6 +30,8 @@ class Converted:
 
     format: DataFormat
     examples: int
+    classes: tuple[str, ...] | None = None
+    """See `Classes.found`."""
 
 
 def main() -> None:
@@ -86,6 +88,7 @@ def _write(order: dict[str, Any]) -> Converted:
     how, longest = ReadOptions(**order["how"]), order["max_line_bytes"]
     form: DataFormat | None = None
     examples = written = 0
+    classes = Classes()
     with Path(order["target"]).open("wb") as target:
         for path, name in order["sources"]:
             with Path(path).open("rb") as file:
@@ -102,7 +105,7 @@ def _write(order: dict[str, Any]) -> Converted:
                         "several samples."
                     )
                 try:
-                    form, _ = parse_line(line, form)
+                    form, example = parse_line(line, form)
                 except BadLine as error:
                     raise BadFile(f"{where}: {error}.") from None
                 written += len(line) + 1
@@ -112,10 +115,11 @@ def _write(order: dict[str, Any]) -> Converted:
                         "(ACCRUE_MAX_FILE_BYTES)."
                     )
                 target.write(line + b"\n")
+                classes.note(example)
                 examples += 1
     if form is None:
         raise BadFile("The file has no sample.")
-    return Converted(form, examples)
+    return Converted(form, examples, classes.found())
 
 
 def _line(row: Any, how: ReadOptions, where: str) -> bytes:

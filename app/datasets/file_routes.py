@@ -245,6 +245,7 @@ def answer(row: File) -> FileObject:
         purpose=row.purpose,
         format=row.format,
         examples=row.examples,
+        classes=row.classes,
         sha256=row.sha256,
     )
 

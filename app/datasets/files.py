@@ -78,6 +78,7 @@ def add(
         sha256=checked.sha256,
         format=checked.format,
         examples=checked.examples,
+        classes=None if checked.classes is None else list(checked.classes),
         inline=inline,
     )
     session.add(file)
@@ -172,7 +173,7 @@ def read_row(connection: Connection, owner: str | None, file_id: str, field: str
 def _file(dialect: str) -> Any:
     owner: BindParameter[str | None] = bindparam("owner", type_=String)
     own = or_(owner.is_(None), File.owner == owner)
-    columns = (File.id, File.sha256, File.format, File.examples, File.filename, File.bytes)
+    columns = (File.id, File.sha256, File.format, File.examples, File.filename, File.bytes, File.classes)
     return select(*columns).where(File.id == bindparam("id"), own)
 
 

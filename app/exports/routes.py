@@ -86,6 +86,12 @@ def _order(requested: ExportRequest, spec: Spec, name: str, model: ModelReferenc
         raise Unprocessable(
             f"{name} is a whole model, without adapters: choose the format merged.", field="format"
         )
+    if requested.format == "gguf" and model.scores:
+        raise Unprocessable(
+            f"{name} scores texts, which llama.cpp's converter is not known to support: choose the format "
+            "merged.",
+            field="format",
+        )
     validation = spec.data.validation
     own_file = validation is not None and validation.file_id is not None
     data = spec.data
@@ -198,8 +204,24 @@ def _notes(order: ExportOrder) -> list[str]:
     return []
 
 
+def _for_scores(order: ExportOrder) -> str:
+    """Python that loads a classifier or reward model."""
+    if order.format == "merged":
+        return 'from transformers import pipeline; score = pipeline("text-classification", model="DIR")'
+    base, revision = order.model.below_adapters()
+    is_on_hub = order.model.source == "hub" and base == order.model.base_name
+    at = f', revision="{revision}"' if is_on_hub and revision else ""
+    return (
+        "from peft import PeftModel; from transformers import AutoModelForSequenceClassification; "
+        f'base = AutoModelForSequenceClassification.from_pretrained("{base if is_on_hub else "BASE"}"{at}, '
+        f'num_labels={len(order.model.scores)}); model = PeftModel.from_pretrained(base, "DIR")'
+    )
+
+
 def _commands(order: ExportOrder) -> ExportCommands:
     served = order.name.replace(":", "-").replace("/", "-")
+    if order.model.scores:
+        return ExportCommands(transformers=_for_scores(order), vllm=None, ollama=None)
     if order.format == "adapter":
         base, revision = order.model.below_adapters()
         is_on_hub = order.model.source == "hub" and base == order.model.base_name

@@ -137,9 +137,16 @@ def _model(name: str, database: Database, settings: Settings) -> ModelReference:
             field="model",
         ) from None
     try:
-        return starting_models.find_for_training(name, database, settings)[0]
+        model, _ = starting_models.find_for_training(name, database, settings)
     except Unprocessable as error:
         raise UnknownModel(error.message, field="model") from None
+    if model.scores:
+        raise InvalidRequest(
+            f"{name} scores texts ({', '.join(model.scores)[:200]}) and predicts no tokens, so it cannot "
+            "answer: download it, and use it with transformers (docs/classifiers.md).",
+            field="model",
+        )
+    return model
 
 
 def _tools(requested: ChatRequest) -> tuple[dict[str, Any], ...] | None:

@@ -9,7 +9,7 @@ from pydantic import Field, StringConstraints
 
 from app.contract.base import Request, ResponseModel
 from app.contract.model_reference import StartingModel
-from app.contract.objective import PreferenceName
+from app.contract.objective import OtherObjectiveName
 from app.datasets.dataset_config import DatasetOptions, FileId
 from app.jobs.request_schemas import JobOptions, Metadata
 from app.jobs.training_config import TrainingConfig
@@ -103,7 +103,7 @@ class DpoResponse(ResponseModel):
 
 
 class MethodResponse(ResponseModel):
-    type: Literal["supervised"] | PreferenceName = "supervised"
+    type: Literal["supervised"] | OtherObjectiveName = "supervised"
     supervised: SupervisedResponse | None = None
     dpo: DpoResponse | None = None
 

@@ -36,15 +36,17 @@ class TrainingConfig(Request):
     objective: ObjectiveName | None = Field(
         None,
         description="sft: supervised fine-tuning; dpo, orpo, simpo: from pairs of a chosen and a rejected "
-        "answer; kto: from answers that are desirable or not. null: sft, or dpo for a file of pairs, or kto "
-        "for a file of labelled answers",
+        "answer; kto: from answers that are desirable or not; classification: which label a text has; "
+        "reward: a score for each answer, from such pairs. null: sft, or dpo for a file of pairs, kto for a "
+        "file of labelled answers, classification for a file of labelled texts",
     )
     objective_args: ObjectiveArguments = Field(default_factory=ObjectiveArguments)
     learning_rate: float = Field(
         DEFAULT_LEARNING_RATE,
         ge=1e-12,
         le=100,
-        description="Adapters: 2e-4 if not given; preference objectives: 1e-6, or 1e-5 for adapters",
+        description="Adapters: 2e-4 if not given; preference objectives: 1e-6, or 1e-5 for adapters; reward: "
+        "1e-5, or 1e-4 for adapters",
     )
     weight_decay: float = Field(0.0, ge=0, le=1)
     optimizer: OptimizerChoice = "adamw"

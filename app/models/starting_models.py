@@ -130,6 +130,7 @@ def _reference(found: _Found, settings: Settings) -> tuple[ModelReference, Plann
             architecture=base.architecture,
             fingerprint=_fingerprint(name, folder),
             job_id=job.id,
+            scores=spec.scores,
         )
         return reference, base
     place = "model" if checkpoint is None else f"checkpoints/{checkpoint[1]}"
@@ -143,7 +144,12 @@ def _reference(found: _Found, settings: Settings) -> tuple[ModelReference, Plann
     continued = spec.model.continued_adapters(adapters=lora is not None)
     below = spec.model.layers[:-1] if continued is not None else spec.model.layers
     reference = spec.model.model_copy(
-        update={"name": name, "base": spec.model.base_name, "layers": (*below, layer)}
+        update={
+            "name": name,
+            "base": spec.model.base_name,
+            "layers": (*below, layer),
+            "scores": spec.scores,
+        }
     )
     return reference, _below_layers(reference, settings)
 

@@ -12,7 +12,7 @@ from fastapi import Request
 from app.contract.accumulation import Precision
 from app.contract.architecture import Architecture
 from app.contract.memory_profile import Recipe
-from app.contract.objective import FORMATS, SEQUENCES_PER_SAMPLE
+from app.contract.objective import FORMATS, SEQUENCES_PER_SAMPLE, ObjectiveName
 from app.contract.spec import MemoryLimits, RequestedSplit
 from app.devices import gpus, live_workers
 from app.devices.gpus import first_devices, select_devices
@@ -136,7 +136,12 @@ def _recipe(requested: BatchSizeRequest, device: Device) -> Recipe:
         requested.optimizer,
         method_spec(requested.method),
         gradient_checkpointing=requested.gradient_checkpointing,
+        scores=_ASSUMED_SCORES.get(requested.objective, 0),
     )
+
+
+_ASSUMED_SCORES: dict[ObjectiveName, int] = {"classification": 2, "reward": 1}
+"""The scores that a model gives to a sequence; more classes need hardly more memory."""
 
 
 def _sequence(requested: BatchSizeRequest, architecture: Architecture) -> int:

@@ -3,7 +3,7 @@
 from math import sqrt
 from typing import Literal
 
-from app.contract.objective import PreferenceSpec
+from app.contract.objective import ObjectiveName, ObjectiveSpec
 
 Rule = Literal["sqrt", "linear", "inverse", "none"]
 
@@ -52,8 +52,22 @@ PREFERENCE_LORA_LEARNING_RATE = 1e-5
 """For preference objectives with adapters, which take about ten times the rate of full fine-tuning."""
 
 
-def default_rate(objective: PreferenceSpec | None, *, adapters: bool) -> float:
-    """The rate that OpenAI's learning_rate_multiplier multiplies."""
-    if objective is None:
-        return DEFAULT_LEARNING_RATE
+REWARD_LEARNING_RATE = 1e-5
+"""For reward models, whose head is new: that of Ouyang et al. 2022, appendix C (9e-6), rounded."""
+
+REWARD_LORA_LEARNING_RATE = 1e-4
+"""For reward models with adapters: the default of TRL."""
+
+
+def rate_for(objective: ObjectiveName, *, adapters: bool) -> float:
+    """The learning rate of an objective, if none is requested."""
+    if objective == "reward":
+        return REWARD_LORA_LEARNING_RATE if adapters else REWARD_LEARNING_RATE
+    if objective in ("sft", "classification"):
+        return LORA_LEARNING_RATE if adapters else DEFAULT_LEARNING_RATE
     return PREFERENCE_LORA_LEARNING_RATE if adapters else PREFERENCE_LEARNING_RATE
+
+
+def default_rate(objective: ObjectiveSpec | None, *, adapters: bool) -> float:
+    """The rate that OpenAI's learning_rate_multiplier multiplies."""
+    return DEFAULT_LEARNING_RATE if objective is None else rate_for(objective.name, adapters=adapters)

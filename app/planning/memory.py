@@ -131,6 +131,10 @@ def step_memory(architecture: Architecture, recipe: Recipe, micro_batch: float, 
     rows = tokens if architecture.family in OWN_LOGITS else rows
     logits = rows * architecture.vocabulary * 3 * 4 + tokens * architecture.hidden_size * 4
     logits += architecture.vocabulary * architecture.hidden_size * 4 if recipe.lora is None else 0
+    if (
+        recipe.scores
+    ):  # of each sequence's last token; their layer is far smaller than the head that it replaces
+        logits = 0
     return Memory(
         weights_bytes=int(weights),
         gradients_bytes=trained * gradient,

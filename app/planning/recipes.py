@@ -76,6 +76,7 @@ def recipe_of(spec: Spec, device: Device) -> Recipe:
         optimizer_on_cpu=spec.use_cpu_offload and device.kind == "cuda",
         direct_sums=device.kind == "cpu" and not spec.compile,
         compile=spec.compile,
+        scores=len(spec.scores),
     )
 
 

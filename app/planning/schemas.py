@@ -49,7 +49,8 @@ class BatchSizeRequest(Request):
     )
     max_length: int | None = Field(None, ge=2, description="Tokens; null: the model's limit, at most 1024")
     objective: ObjectiveName = Field(
-        "sft", description="What is learned: with dpo, orpo and simpo, a sample is a pair of two sequences"
+        "sft",
+        description="What is learned: with dpo, orpo, simpo and reward, a sample is a pair of two sequences",
     )
     method: Method = Field("full", description='"full", "lora", "qlora", or {"lora": {"r": 16, …}}')
     optimizer: OptimizerChoice = "adamw"

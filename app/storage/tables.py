@@ -65,6 +65,8 @@ class File(Owned, Base):
     sha256: Mapped[str]
     format: Mapped[DataFormat] = mapped_column(String)
     examples: Mapped[int]
+    classes: Mapped[list[Any] | None]
+    """The classes of its labelled texts, in order; None if it has none, or too many."""
     inline: Mapped[bool]
     """Whether the file was made from a job's inline texts; it is deleted with that job."""
 

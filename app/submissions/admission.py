@@ -221,7 +221,9 @@ def _own_data(
     found = dataset_folder.find(name, requested.dataset_config.reading(), settings)
     checked = content.check_files(found, settings, field="dataset_config.dataset")
     name = found.sources[0][1]
-    return found, Data("file-0", checked.sha256, checked.format, checked.examples, name, checked.bytes)
+    return found, Data(
+        "file-0", checked.sha256, checked.format, checked.examples, name, checked.bytes, checked.classes
+    )
 
 
 def _webhook(requested: TrainingRequest, settings: Settings) -> str | None:

@@ -6,7 +6,8 @@ from typing import Literal
 
 from app.contract.accumulation import AccumulationConfig, Precision
 from app.contract.data_formats import DataFormat
-from app.contract.model_reference import ModelReference
+from app.contract.model_reference import REWARD, ModelReference
+from app.contract.objective import ObjectiveSpec
 from app.contract.spec import (
     MAX_EVALUATIONS,
     DataSpec,
@@ -33,7 +34,7 @@ from app.planning.split import (
 )
 from app.submissions.distribution import Distribution
 from app.submissions.methods import method_from
-from app.submissions.objectives import data_for, preference_spec
+from app.submissions.objectives import data_for, objective_spec
 from app.submissions.optimizer import optimizer_spec, schedule_spec
 from app.submissions.tuning import tuning_of
 
@@ -52,6 +53,8 @@ class Data:
     examples: int
     filename: str = ""
     bytes: int = 0
+    classes: Sequence[str] | None = None
+    """The classes of its labelled texts, in order; None if it has none, or too many."""
 
     def overlength(self) -> Overlength:
         """What happens to samples that are too long, if the request does not say."""
@@ -150,9 +153,17 @@ def build_spec(
     Raises:
         Unprocessable: values contradict each other, or the model or the data do not allow them.
     """
-    objective = preference_spec(training)
-    own = data_for(_data(data, validation, dataset, model), objective)
+    objective = objective_spec(training)
+    _check_model(model, objective)
+    of_validation = None if validation is None else validation.classes
+    own = data_for(_data(data, validation, dataset, model), objective, data.classes, of_validation)
     _check_options(config, training, own)
+    if model.layers and model.scores and model.scores != (own.classes or (REWARD,)):
+        raise Unprocessable(
+            f"{model.name} has other scores ({', '.join(model.scores)[:200]}) than this job would train: "
+            "start from a whole model instead of adapters or a checkpoint, or from a language model.",
+            field="model_name",
+        )
     samples = data.examples - own.held_out()
     distribution.check(samples)
     by_device = distribution.steps_by_device
@@ -208,7 +219,7 @@ def build_spec(
         log_micro_losses=config.log_micro_losses,
         log_gradients=config.log_gradients,
         report_to=tuple(training.report_to),
-        completions=training.completions if own.validation is not None and not training.compile else 0,
+        completions=training.completions if _can_complete(own, objective, training) else 0,
         metrics=tuple(dict.fromkeys(training.metrics)),
         profile=profile,
         deterministic=training.deterministic,
@@ -222,6 +233,26 @@ def build_spec(
     if distribution.strategy == "fsdp" and (why := why_not_sharded(spec)) is not None:
         raise Unprocessable(f"{why}.", field="distributed")
     return spec
+
+
+def _check_model(model: ModelReference, objective: ObjectiveSpec | None) -> None:
+    """Checks that the objective can train the model further.
+
+    Raises:
+        Unprocessable: it scores texts, and the objective needs a model that predicts tokens.
+    """
+    if model.scores and (objective is None or not objective.scores_sequences):
+        raise Unprocessable(
+            f"{model.name} scores texts and predicts no tokens: train it further with classification or "
+            "reward, or choose a language model.",
+            field="model_name",
+        )
+
+
+def _can_complete(data: DataSpec, objective: ObjectiveSpec | None, training: TrainingConfig) -> bool:
+    """Whether there are held-out prompts, and a model that can complete them."""
+    predicts_tokens = objective is None or not objective.scores_sequences
+    return data.validation is not None and not training.compile and predicts_tokens
 
 
 def _check_options(config: AccumulationConfig, training: TrainingConfig, data: DataSpec) -> None:

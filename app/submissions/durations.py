@@ -21,6 +21,7 @@ _SPREAD_BY_BYTES = 0.3
 _BYTES_PER_TOKEN = 4.0
 _BYTES_OF_KEYS = {
     "text": 12, "prompt_completion": 34, "messages": 70, "preference": 44, "unpaired_preference": 50,
+    "classification": 26,
 }  # fmt: skip
 """Bytes of a line that are not its text, by format."""
 _BYTE_LEVEL_VOCABULARY = 1000

@@ -1,24 +1,28 @@
 """The objective of a job, from the request and the format of its data."""
 
+from collections.abc import Sequence
+
 from app.contract.arguments import reject_unknown_arguments
-from app.contract.data_formats import DataFormat
+from app.contract.data_formats import MAX_CLASSES, DataFormat
 from app.contract.objective import (
     DEFAULT_OBJECTIVES,
     FORMATS,
     OBJECTIVE_ARGUMENTS,
+    OF_SEQUENCES,
     ObjectiveName,
-    PreferenceSpec,
+    ObjectiveSpec,
 )
 from app.contract.spec import DataSpec
 from app.errors import Unprocessable
 from app.jobs.training_config import TrainingConfig
-from app.planning.learning_rate import PREFERENCE_LEARNING_RATE, PREFERENCE_LORA_LEARNING_RATE
+from app.planning.learning_rate import rate_for
 
 _FIELD = "training_config.objective"
 _SHAPES: dict[DataFormat, str] = {
     "preference": 'pairs: each line has a prompt (or messages), "chosen" and "rejected"',
     "unpaired_preference": "labelled answers: each line has a prompt and a completion (or messages), and "
     '"label" as true or false',
+    "classification": 'labelled texts: each line has "text" and "label"',
     "messages": "texts, completions or chats to imitate",
 }
 """What a line of a format looks like, for messages."""
@@ -45,7 +49,12 @@ def training_for(training: TrainingConfig, data: DataFormat) -> TrainingConfig:
         reject_unknown_arguments("objective_args", training.objective_args, allowed, name)
     except ValueError as error:
         raise Unprocessable(f"{error}.", field="training_config.objective_args") from None
-    if name != "sft":
+    if name in OF_SEQUENCES and training.metrics:
+        raise Unprocessable(
+            f"metrics score completions, but a model for {name} completes nothing: leave them out.",
+            field="training_config.metrics",
+        )
+    if name not in ("sft", "classification"):
         if training.label_smoothing:
             own = " (for dpo: objective_args.label_smoothing)" if name == "dpo" else ""
             raise Unprocessable(
@@ -54,13 +63,12 @@ def training_for(training: TrainingConfig, data: DataFormat) -> TrainingConfig:
                 field="training_config.label_smoothing",
             )
         if "learning_rate" not in training.model_fields_set:
-            adapters = training.method != "full"
-            changes["learning_rate"] = PREFERENCE_LORA_LEARNING_RATE if adapters else PREFERENCE_LEARNING_RATE
+            changes["learning_rate"] = rate_for(name, adapters=training.method != "full")
     return training.model_copy(update=changes)
 
 
-def preference_spec(training: TrainingConfig) -> PreferenceSpec | None:
-    """The preference objective of a resolved configuration; None for supervised fine-tuning.
+def objective_spec(training: TrainingConfig) -> ObjectiveSpec | None:
+    """The objective of a resolved configuration; None for supervised fine-tuning.
 
     Raises:
         Unprocessable: its arguments leave nothing to learn.
@@ -75,11 +83,20 @@ def preference_spec(training: TrainingConfig) -> PreferenceSpec | None:
             "is learned.",
             field="training_config.objective_args",
         )
-    return PreferenceSpec(name=name, **{**OBJECTIVE_ARGUMENTS[name], **given})
+    return ObjectiveSpec(name=name, **{**OBJECTIVE_ARGUMENTS[name], **given})
 
 
-def data_for(data: DataSpec, objective: PreferenceSpec | None) -> DataSpec:
+def data_for(
+    data: DataSpec,
+    objective: ObjectiveSpec | None,
+    classes: Sequence[str] | None = None,
+    of_validation: Sequence[str] | None = None,
+) -> DataSpec:
     """The data as an objective needs it.
+
+    Args:
+        classes: the labels of the training file, in order; None if it has none, or too many.
+        of_validation: those of the validation file.
 
     Raises:
         Unprocessable: an option of the data does not suit it.
@@ -95,8 +112,8 @@ def data_for(data: DataSpec, objective: PreferenceSpec | None) -> DataSpec:
         return data
     if data.overlength == "split":
         raise Unprocessable(
-            f"overlength: split divides samples, but {objective.name} compares whole answers: set it to "
-            "truncate or error.",
+            f"overlength: split divides samples, but {objective.name} needs whole ones: set it to truncate "
+            "or error.",
             field="dataset_config.overlength",
         )
     if data.validation is not None and data.validation.format not in (None, data.format):
@@ -111,4 +128,33 @@ def data_for(data: DataSpec, objective: PreferenceSpec | None) -> DataSpec:
             "completion.",
             field="dataset_config.file_id",
         )
+    if objective.name == "classification":
+        return data.model_copy(update={"classes": _classes(classes, of_validation)})
     return data.model_copy(update={"with_mismatches": objective.name == "kto"})
+
+
+def _classes(classes: Sequence[str] | None, of_validation: Sequence[str] | None) -> tuple[str, ...]:
+    """The classes that a classifier chooses from.
+
+    Raises:
+        Unprocessable: there are too many or too few, or the validation file has others.
+    """
+    if classes is None:
+        raise Unprocessable(
+            f"The file has more than {MAX_CLASSES:,} different labels, too many to classify: if they are "
+            "no classes, set objective to sft, which ignores them.",
+            field="dataset_config.file_id",
+        )
+    if len(classes) < 2:
+        raise Unprocessable(
+            f"Every text has the label {classes[0]!r:.60}: a classifier needs at least two classes. To train "
+            "a language model on the texts, set objective to sft.",
+            field="dataset_config.file_id",
+        )
+    unknown = set(of_validation or ()) - set(classes)
+    if unknown:
+        raise Unprocessable(
+            f"The validation file has the label {min(unknown)!r:.60}, which no training sample has.",
+            field="dataset_config.validation_file_id",
+        )
+    return tuple(classes)

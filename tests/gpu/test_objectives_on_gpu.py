@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from app.contract.objective import PreferenceName
+from app.contract.objective import OtherObjectiveName
 from tests.harness.preferences import (
     OBJECTIVES,
     difference,
@@ -21,7 +21,7 @@ TOLERANCE = {None: 1e-5, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_no_split_changes_the_gradient(tmp_path: Path, name: PreferenceName, dtype: Any) -> None:
+def test_no_split_changes_the_gradient(tmp_path: Path, name: OtherObjectiveName, dtype: Any) -> None:
     samples = preference_samples(tmp_path, objective_spec(name), weighted=True)
     everything = list(range(len(samples)))
     model = make_model("llama", torch.float32)

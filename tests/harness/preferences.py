@@ -1,4 +1,4 @@
-"""Preference data for tests, and the gradient of a window of it."""
+"""Data for tests of objectives other than supervised fine-tuning, and the gradient of a window of it."""
 
 import hashlib
 import json
@@ -11,40 +11,49 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from app.contract.objective import OBJECTIVE_ARGUMENTS, PreferenceName, PreferenceSpec
+from app.contract.objective import FORMATS, OBJECTIVE_ARGUMENTS, ObjectiveSpec, OtherObjectiveName
 from tests.harness.runs import small_data
 from workers.training import head as heads
+from workers.training.auto_class import auto_class
 from workers.training.batch_loader import lay_out
 from workers.training.batches import BatchLayout, Groups
 from workers.training.data import Samples, prepare
 from workers.training.loss import TokenLoss
-from workers.training.objectives import Objective
+from workers.training.score_head import ends
 from workers.training.tiny_gpt2 import make_tokenizer
 from workers.training.window import Window
 from workers.training.window_scope import tokens_factor
 
 VOCABULARY = 300
-OBJECTIVES: tuple[PreferenceName, ...] = ("dpo", "orpo", "simpo", "kto")
+PREFERENCES: tuple[OtherObjectiveName, ...] = ("dpo", "orpo", "simpo", "kto", "reward")
+OBJECTIVES: tuple[OtherObjectiveName, ...] = (*PREFERENCES, "classification")
+CLASSES = ("long", "medium", "short")
 
 
-def objective_spec(name: PreferenceName, **given: Any) -> PreferenceSpec:
+def objective_spec(name: OtherObjectiveName, **given: Any) -> ObjectiveSpec:
     """The objective with its default arguments; keyword arguments replace them."""
-    return PreferenceSpec.model_validate({"name": name, **OBJECTIVE_ARGUMENTS[name], **given})
+    return ObjectiveSpec.model_validate({"name": name, **OBJECTIVE_ARGUMENTS[name], **given})
 
 
 def write_preferences(
-    path: Path, name: PreferenceName, count: int = 24, seed: int = 0, *, weighted: bool = False
+    path: Path, name: OtherObjectiveName, count: int = 24, seed: int = 0, *, weighted: bool = False
 ) -> Path:
-    """Pairs, or labelled completions for KTO, of unequal lengths."""
+    """Pairs, or labelled completions for KTO, or labelled texts for classification, of unequal lengths."""
     random = np.random.default_rng(seed)
     letters = np.array(list("abcdefghij klmnop"))
 
     def text() -> str:
         return "".join(random.choice(letters, int(random.integers(3, 20))))
 
+    row: dict[str, Any]
     rows: list[dict[str, Any]] = []
     for number in range(count):
-        row: dict[str, Any] = {"prompt": text()}
+        if name == "classification":
+            own = text()
+            row = {"text": own, "label": CLASSES[2 if len(own) < 8 else 1 if len(own) < 14 else 0]}
+            rows.append(row | ({"weight": 0.5 + number % 3} if weighted else {}))
+            continue
+        row = {"prompt": text()}
         row |= {"completion": text()} if name == "kto" else {"chosen": text(), "rejected": text()}
         row |= {"label": number % 3 > 0} if name == "kto" else {}
         rows.append(row | ({"weight": 0.5 + number % 3} if weighted else {}))
@@ -52,14 +61,14 @@ def write_preferences(
     return path
 
 
-def preference_data(name: PreferenceName, examples: int, **changes: Any) -> Any:
+def preference_data(name: OtherObjectiveName, examples: int, **changes: Any) -> Any:
     """The spec of such data."""
-    kto = name == "kto"
-    own = {"format": "unpaired_preference" if kto else "preference", "with_mismatches": kto}
-    return small_data(**{**own, "examples": examples, **changes})
+    own = {"format": FORMATS[name][0], "with_mismatches": name == "kto"}
+    classes = CLASSES if name == "classification" else ()
+    return small_data(**{**own, "classes": classes, "examples": examples, **changes})
 
 
-def preference_samples(folder: Path, spec: PreferenceSpec, count: int = 24, **options: Any) -> Samples:
+def preference_samples(folder: Path, spec: ObjectiveSpec, count: int = 24, **options: Any) -> Samples:
     """Tokenised samples with the objective, and with references that are drawn at random."""
     source = write_preferences(folder / "preferences.jsonl", spec.name, count, **options)
     digest = hashlib.sha256(source.read_bytes()).hexdigest()
@@ -92,12 +101,12 @@ def gradients_of(
 def _gradients_of(
     model: Any, samples: Samples, groups: Groups, layout: BatchLayout, *, chunked: bool
 ) -> tuple[float, dict[str, Tensor], tuple[float, ...]]:
-    assert samples.objective is not None
     loss, device = TokenLoss(model, chunked=chunked), next(model.parameters()).device
-    loss.objective = Objective(samples.objective)
+    loss.begin_objective(samples.objective or objective_spec("classification"))
     everything = np.arange(len(samples))
-    loss.objective.tokens_factor = tokens_factor(samples, everything)
-    if samples.objective.name == "kto":
+    if loss.objective is not None:
+        loss.objective.tokens_factor = tokens_factor(samples, everything)
+    if loss.objective is not None and loss.objective.spec.name == "kto":
         sums = torch.zeros(2, dtype=torch.float64, device=device)
         for group in groups:
             batch = lay_out(samples, group, layout, mismatches=True).to(device)
@@ -128,8 +137,7 @@ def difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
 
 def plain_losses(model: Any, samples: Samples, chosen: Sequence[int]) -> Tensor:
     """The mean loss of a window as the papers write it: each sequence alone, full logits, plain formulas."""
-    spec = samples.objective
-    assert spec is not None
+    spec = samples.objective or objective_spec("classification")
 
     def log_probs(sample: int, sequence: int, *, whole: bool = False) -> Tensor:
         tokens, counts = (torch.from_numpy(np.array(each)) for each in samples.read(sample, sequence))
@@ -140,9 +148,25 @@ def plain_losses(model: Any, samples: Samples, chosen: Sequence[int]) -> Tensor:
     def ratio(sample: int, sequence: int) -> Tensor:
         return log_probs(sample, sequence).sum() - samples.reference[sample, sequence]
 
+    def scores(sample: int, sequence: int) -> Tensor:
+        """By the model's own head, at the last token that does not pad."""
+        tokens, _ = samples.read(sample, sequence)
+        hidden = model.base_model(input_ids=torch.from_numpy(tokens.astype(np.int64))[None]).last_hidden_state
+        found: Tensor = model.score(hidden[0, int(ends([tokens], pad_id=0)[0])])
+        return found
+
     weights = torch.from_numpy(samples.weights[list(chosen)]).double()
     mean = weights / weights.sum()
     sigmoid = torch.nn.functional.logsigmoid
+    if spec.name == "classification":
+        assert samples.classes is not None
+        right = [scores(each, 0).log_softmax(-1)[samples.classes[each]] for each in chosen]
+        return -(mean * torch.stack(right)).sum()
+    if spec.name == "reward":
+        ranked = [(scores(each, 0)[0], scores(each, 1)[0]) for each in chosen]
+        centered = [spec.center_rewards_coefficient * (a + b) ** 2 for a, b in ranked]
+        apart = [-sigmoid(a - b) for a, b in ranked]
+        return (mean * (torch.stack(apart) + torch.stack(centered))).sum()
     if spec.name == "kto":
         assert samples.labels is not None
         with torch.no_grad():
@@ -168,9 +192,18 @@ def plain_losses(model: Any, samples: Samples, chosen: Sequence[int]) -> Tensor:
     return (mean * -spec.beta * sigmoid(odds)).sum() - likelihood
 
 
-def make_model(family: str, dtype: torch.dtype = torch.float64) -> Any:
-    """A small model without dropout, for the built-in tokenizer."""
-    from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, NanoChatConfig
+def scores_of(name: OtherObjectiveName) -> int:
+    """The scores that a model gives to a sequence."""
+    return {"classification": len(CLASSES), "reward": 1}.get(name, 0)
+
+
+def make_model(family: str, dtype: torch.dtype = torch.float64, *, scores: int = 0) -> Any:
+    """A small model without dropout, for the built-in tokenizer.
+
+    Args:
+        scores: the scores that it gives to a sequence; 0 for a language model.
+    """
+    from transformers import GPT2Config, LlamaConfig, NanoChatConfig
 
     configs = {
         "gpt2": lambda: GPT2Config(
@@ -188,4 +221,7 @@ def make_model(family: str, dtype: torch.dtype = torch.float64) -> Any:
         ),
     }  # fmt: skip
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(configs[family]()).to(dtype)
+    config = configs[family]()
+    if scores:
+        config.num_labels, config.pad_token_id = scores, 0
+    return auto_class(config, scores=scores > 0).from_config(config).to(dtype)

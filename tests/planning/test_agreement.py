@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 from fastapi.testclient import TestClient
 
-from app.contract.objective import PreferenceName
+from app.contract.objective import OtherObjectiveName
 from app.contract.spec import OptimizerName, Spec
 from app.jobs import transitions
 from app.planning.devices import GIB, Device
@@ -35,7 +35,7 @@ def drawn(source: random.Random) -> dict[str, Any]:
         "gradient_checkpointing": source.random() < 0.3,
         "max_memory_usage": 2 ** source.uniform(-5.4, 0),
         "memory_safety_margin": source.choice([None, 0.02, 0.3]),
-        "objective": source.choice(["sft", "sft", *get_args(PreferenceName)]),
+        "objective": source.choice(["sft", "sft", *get_args(OtherObjectiveName)]),
     }
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from app.contract.objective import PreferenceName
+from app.contract.objective import OtherObjectiveName
 from tests.harness.preferences import gradients_of, objective_spec, preference_samples
 from workers.training.data import Samples
 from workers.training.tiny_gpt2 import make_model, make_tokenizer
@@ -35,7 +35,7 @@ def _settings(folder: Path, **own: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _trainer(name: PreferenceName, folder: Path, model: Any, reference: Any, rows: list[Any]) -> Any:
+def _trainer(name: OtherObjectiveName, folder: Path, model: Any, reference: Any, rows: list[Any]) -> Any:
     """TRL's trainer of an objective."""
     from datasets import Dataset
 
@@ -87,7 +87,7 @@ def _trained(model: Any, samples: Samples) -> Any:
 
 
 @pytest.mark.parametrize("name", ["dpo", "orpo", "simpo", "kto"])
-def test_the_loss_is_that_of_trl(tmp_path: Path, name: PreferenceName) -> None:
+def test_the_loss_is_that_of_trl(tmp_path: Path, name: OtherObjectiveName) -> None:
     samples = preference_samples(tmp_path, objective_spec(name), COUNT)
     rows = [json.loads(line) for line in (tmp_path / "preferences.jsonl").read_text().splitlines()]
     base, model = make_model().eval(), _trained(make_model().eval(), samples)
@@ -104,7 +104,7 @@ def test_the_loss_is_that_of_trl(tmp_path: Path, name: PreferenceName) -> None:
     assert ours == pytest.approx(theirs, abs=_ROUNDING)
 
 
-def _check_tokens(name: PreferenceName, inputs: Any, samples: Samples) -> None:
+def _check_tokens(name: OtherObjectiveName, inputs: Any, samples: Samples) -> None:
     """Both have the same sequences."""
     keys = ("chosen_input_ids", "rejected_input_ids") if name in ("orpo", "simpo") else ("input_ids",)
     masks = [key.replace("input_ids", "attention_mask") for key in keys]

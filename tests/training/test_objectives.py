@@ -1,4 +1,5 @@
-"""Preference objectives: the gradient of a window does not depend on its split, and is that of the papers."""
+"""Objectives other than supervised fine-tuning: the gradient of a window does not depend on its split, and is
+that of the papers."""
 
 import hashlib
 import json
@@ -11,12 +12,17 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from peft import PeftModel
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
-from app.contract.objective import PreferenceName
+from app.contract.model_reference import LoraSpec
+from app.contract.objective import OtherObjectiveName
 from app.contract.plan import FixedCount
-from app.contract.spec import Strategy, ValidationSpec
+from app.contract.spec import MethodSpec, Strategy, ValidationSpec
 from tests.harness.preferences import (
+    CLASSES,
     OBJECTIVES,
+    PREFERENCES,
     difference,
     gradients_of,
     make_model,
@@ -24,10 +30,11 @@ from tests.harness.preferences import (
     plain_losses,
     preference_data,
     preference_samples,
+    scores_of,
     write_preferences,
 )
 from tests.harness.runs import create_run, events_of, log_of, start_trainer, until, with_ranks
-from tests.harness.specs import make_spec
+from tests.harness.specs import make_optimizer, make_spec
 from tests.harness.training import finished, interrupted_at, raw_log, run_to_end, trains_alike, weights
 from workers.run_directory import RunDirectory
 from workers.training.batches import BatchLayout, Groups, cut_window
@@ -46,15 +53,19 @@ def name(request: pytest.FixtureRequest) -> Any:
 
 
 @pytest.fixture
-def samples(tmp_path: Path, name: PreferenceName) -> Samples:
+def samples(tmp_path: Path, name: OtherObjectiveName) -> Samples:
     return preference_samples(tmp_path, objective_spec(name), weighted=True)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "nanochat"])
 @pytest.mark.parametrize("packed", [False, True])
-def test_no_split_changes_the_gradient(samples: Samples, family: str, packed: bool) -> None:
+def test_no_split_changes_the_gradient(
+    samples: Samples, name: OtherObjectiveName, family: str, packed: bool
+) -> None:
     """Random micro-batches with the head in chunks, against one batch of full logits."""
-    model, everything = make_model(family), list(range(len(samples)))
+    if family == "nanochat" and scores_of(name):
+        pytest.skip("transformers has no class for sequence classification of this family")
+    model, everything = make_model(family, scores=scores_of(name)), list(range(len(samples)))
     whole, expected, _ = gradients_of(model, samples, [everything], chunked=False)
 
     @settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
@@ -70,9 +81,9 @@ def test_no_split_changes_the_gradient(samples: Samples, family: str, packed: bo
     same()
 
 
-def test_it_is_the_loss_of_the_paper(samples: Samples, name: PreferenceName) -> None:
+def test_it_is_the_loss_of_the_paper(samples: Samples, name: OtherObjectiveName) -> None:
     """Against plain formulas, each sequence computed alone, differentiated by autograd."""
-    model = make_model("gpt2")  # whose norms are not in fp32
+    model = make_model("gpt2", scores=scores_of(name))  # whose norms are not in fp32
     loss = plain_losses(model, samples, range(len(samples)))
     loss.backward()
     expected = {key: each.grad.clone() for key, each in model.named_parameters() if each.grad is not None}
@@ -89,25 +100,27 @@ def test_label_smoothing_and_weights_of_labels_count(tmp_path: Path) -> None:
             objective_spec("dpo", beta=0.3, label_smoothing=0.2),
             objective_spec("kto", desirable_weight=0.5, undesirable_weight=2.0),
             objective_spec("simpo", beta=2.5, gamma=0.4),
+            objective_spec("reward", center_rewards_coefficient=0.3),
         )
     ):
         folder = tmp_path / str(number)
         folder.mkdir()
-        samples, model = preference_samples(folder, spec), make_model("gpt2")
+        samples, model = preference_samples(folder, spec), make_model("gpt2", scores=scores_of(spec.name))
         expected = plain_losses(model, samples, range(len(samples)))
         loss, _, _ = gradients_of(model, samples, [list(range(len(samples)))])
         assert loss == pytest.approx(float(expected.detach()), rel=_EXACT)
 
 
-def test_in_fp32_splits_agree_to_rounding(samples: Samples) -> None:
-    model, everything = make_model("llama", torch.float32), list(range(len(samples)))
+def test_in_fp32_splits_agree_to_rounding(samples: Samples, name: OtherObjectiveName) -> None:
+    model = make_model("llama", torch.float32, scores=scores_of(name))
+    everything = list(range(len(samples)))
     _, expected, _ = gradients_of(model, samples, [everything])
     _, found, _ = gradients_of(model, samples, [[each] for each in everything], chunk=8)
     assert difference(found, expected) < 1e-5
 
 
-def test_what_is_measured_does_not_depend_on_the_split(samples: Samples) -> None:
-    model, everything = make_model("gpt2"), list(range(len(samples)))
+def test_what_is_measured_does_not_depend_on_the_split(samples: Samples, name: OtherObjectiveName) -> None:
+    model, everything = make_model("gpt2", scores=scores_of(name)), list(range(len(samples)))
     _, _, whole = gradients_of(model, samples, [everything])
     _, _, parts = gradients_of(model, samples, [[each] for each in everything])
     assert parts == pytest.approx(whole, rel=_EXACT)
@@ -156,8 +169,8 @@ def test_a_mismatch_is_a_prompt_with_the_completion_before_it(tmp_path: Path) ->
         assert int(mismatch_counts.sum()) == int(other_counts.sum())
 
 
-@pytest.mark.parametrize("paired", ["dpo", "orpo", "simpo"])
-def test_a_pair_whose_answer_was_cut_off_does_not_count(tmp_path: Path, paired: PreferenceName) -> None:
+@pytest.mark.parametrize("paired", ["dpo", "orpo", "simpo", "reward"])
+def test_a_pair_whose_answer_was_cut_off_does_not_count(tmp_path: Path, paired: OtherObjectiveName) -> None:
     """If max_length leaves nothing of one answer, there is nothing to compare."""
     source = tmp_path / "data.jsonl"
     rows = [
@@ -171,7 +184,7 @@ def test_a_pair_whose_answer_was_cut_off_does_not_count(tmp_path: Path, paired: 
     samples.begin_objective(objective_spec(paired))
     assert prepared.without_targets == 1
     assert samples.denominator(np.arange(2)) == 1.0
-    model = make_model("gpt2")
+    model = make_model("gpt2", scores=scores_of(paired))
     loss, found, measured = gradients_of(model, samples, [[0, 1]])
     alone = plain_losses(model, samples, [1])
     alone.backward()
@@ -192,7 +205,7 @@ def test_the_odds_are_precise(probability: float) -> None:
     assert bool(torch.isfinite(given_log.grad))
 
 
-def preference_run(folder: Path, name: PreferenceName, **changes: Any) -> RunDirectory:
+def preference_run(folder: Path, name: OtherObjectiveName, **changes: Any) -> RunDirectory:
     """A run of an objective on forty samples, a fifth of them held out."""
     folder.mkdir(parents=True, exist_ok=True)
     write_preferences(folder / "data.jsonl", name, 40)
@@ -209,7 +222,8 @@ def preference_run(folder: Path, name: PreferenceName, **changes: Any) -> RunDir
     return create_run(folder / "run", spec)
 
 
-def test_a_run_learns_what_is_preferred(tmp_path: Path, name: PreferenceName) -> None:
+@pytest.mark.parametrize("name", PREFERENCES)
+def test_a_run_learns_what_is_preferred(tmp_path: Path, name: OtherObjectiveName) -> None:
     run = preference_run(tmp_path, name)
     outcome = run_to_end(run)
     log = raw_log(run)
@@ -230,9 +244,51 @@ def test_a_run_learns_what_is_preferred(tmp_path: Path, name: PreferenceName) ->
 log_2 = log(2)
 
 
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_a_run_learns_to_classify(tmp_path: Path, method: str) -> None:
+    """The saved model answers as transformers' pipeline uses it, one text at a time or several at once."""
+    lora = LoraSpec(r=4, alpha=8, dropout=0.0, target_modules=None, merge=False)
+    own = MethodSpec(name="lora", lora=lora) if method == "lora" else MethodSpec(name="full", lora=None)
+    run = preference_run(
+        tmp_path, "classification", max_steps=60, method=own, optimizer=make_optimizer("adamw", 1e-2)
+    )
+    outcome = run_to_end(run)
+    log = raw_log(run)
+    assert log[0]["loss"] == pytest.approx(log_of_classes, abs=0.2), "nothing is known at first"
+    assert log[-1]["loss"] < 0.5 * log[0]["loss"]
+    assert log[-1]["rewards"] is None
+    assert outcome.eval_token_accuracy is not None
+    assert outcome.eval_token_accuracy > 0.7
+    assert outcome.eval_token_accuracy == outcome.eval_exact_match
+    (certified,) = [event for event in events_of(run) if event["type"] == "certificate"]
+    assert certified["data"]["gradient_error"] < 1e-5
+    model = AutoModelForSequenceClassification.from_pretrained(
+        run.base if method == "lora" else run.model, num_labels=len(CLASSES)
+    )
+    if method == "lora":
+        model = PeftModel.from_pretrained(model, run.model).merge_and_unload()
+    tokenizer = AutoTokenizer.from_pretrained(run.model)
+    model.config.pad_token_id = tokenizer.pad_token_id
+    model.config.id2label = dict(enumerate(CLASSES))
+    ask = pipeline("text-classification", model=model, tokenizer=tokenizer)
+    rows = [json.loads(line) for line in (tmp_path / "data.jsonl").read_text().splitlines()]
+    texts = [row["text"] for row in rows]
+    alone, together = ask(texts), ask(texts, batch_size=8)
+    assert [each["label"] for each in alone] == [each["label"] for each in together]
+    right = sum(each["label"] == row["label"] for each, row in zip(alone, rows, strict=True))
+    assert right / len(rows) > 0.8
+    if method == "full":
+        saved = AutoConfig.from_pretrained(run.model)
+        assert saved.id2label == dict(enumerate(CLASSES))
+        assert saved.architectures == ["GPT2ForSequenceClassification"]
+
+
+log_of_classes = log(len(CLASSES))
+
+
 @pytest.mark.parametrize("killed", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_an_interrupted_run_ends_with_the_same_bits(
-    tmp_path: Path, name: PreferenceName, killed: bool
+    tmp_path: Path, name: OtherObjectiveName, killed: bool
 ) -> None:
     if killed and name != "dpo":
         pytest.skip("the others are stopped, which takes less time")
@@ -245,7 +301,7 @@ def test_an_interrupted_run_ends_with_the_same_bits(
         finished(whole)
         finished(parts)
     else:
-        interrupted_at(parts, 40)
+        interrupted_at(parts, 25 if name == "classification" else 40)
         run_to_end(whole)
         run_to_end(parts)
     assert log_of(parts) == log_of(whole)
@@ -285,14 +341,17 @@ def test_an_interruption_keeps_what_is_known_of_the_reference(tmp_path: Path, ch
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("name", "strategy"), [("dpo", "ddp"), ("kto", "fsdp"), ("orpo", "ddp")])
-def test_several_ranks_train_as_one(tmp_path: Path, name: PreferenceName, strategy: Strategy) -> None:
+@pytest.mark.parametrize(("name", "strategy"), [
+    ("dpo", "ddp"), ("kto", "fsdp"), ("orpo", "ddp"), ("reward", "fsdp"), ("classification", "ddp"),
+])  # fmt: skip
+def test_several_ranks_train_as_one(tmp_path: Path, name: OtherObjectiveName, strategy: Strategy) -> None:
     alone = finished(preference_run(tmp_path / "alone", name))
     together = with_ranks(preference_run(tmp_path / "together", name), [0.6, 0.4], strategy)
     trains_alike(finished(together), alone)
-    assert raw_log(together)[-1]["rewards"]["margin"] == pytest.approx(
-        raw_log(alone)[-1]["rewards"]["margin"], rel=1e-3
-    )
+    if name != "classification":
+        assert raw_log(together)[-1]["rewards"]["margin"] == pytest.approx(
+            raw_log(alone)[-1]["rewards"]["margin"], rel=1e-3
+        )
 
 
 def test_a_job_goes_on_in_another_precision(tmp_path: Path) -> None:

@@ -18,6 +18,8 @@ from workers.exports.verify import Predictions
 from workers.training.auto_class import auto_class
 from workers.training.base_model import check_config, load_tokenizer, prepare_files, read_model
 from workers.training.model import save
+from workers.training.model_parts import padding_token
+from workers.training.score_head import ScoreHead, scores_sequences, use_padding_token
 from workers.training.trained_weights import Layer, check_layers, with_layers, with_saved_adapters
 
 _TYPES: dict[ExportType, torch.dtype] = {
@@ -53,7 +55,8 @@ def make(task: ExportTask) -> ExportResult:
         save(merged, tokenizer, target, _WHOLE, "")
         del merged
         gc.collect()
-        notes += modelfile.write(target, tokenizer, samples)
+        if not order.model.scores:
+            notes += modelfile.write(target, tokenizer, samples)
         if order.format == "gguf":
             target, model, own_tokenizer = convert(task, target, type_, staged)
         else:
@@ -86,7 +89,7 @@ def _of_trained_model(
     order: ExportOrder, staged: Path, layers: list[Layer], samples: list[verify.Sample]
 ) -> Predictions:
     """What the trained model predicts; adapters are added as in training, not merged."""
-    model, _ = read_model(order.model.name, staged, attention="sdpa", dtype=torch.float32)
+    model = _base(order, staged)
     if layers and layers[-1][0].lora is not None:
         model = with_saved_adapters(with_layers(model, layers[:-1]), layers[-1])
     else:
@@ -99,8 +102,17 @@ def _of_trained_model(
 
 def _merged(order: ExportOrder, staged: Path, layers: list[Layer]) -> Any:
     """The whole model in fp32."""
-    model, _ = read_model(order.model.name, staged, attention="sdpa", dtype=torch.float32)
-    return with_layers(model, layers)
+    return with_layers(_base(order, staged), layers)
+
+
+def _base(order: ExportOrder, staged: Path) -> Any:
+    """The model below the layers, in fp32."""
+    head = ScoreHead(order.model.scores) if order.model.scores else None
+    model, _ = read_model(order.model.name, staged, attention="sdpa", dtype=torch.float32, head=head)
+    if head is not None:
+        tokenizer = load_tokenizer(staged)
+        use_padding_token(model, tokenizer, padding_token(tokenizer, model))
+    return model
 
 
 def _loaded_plainly(folder: Path) -> tuple[Any, Any]:
@@ -108,7 +120,10 @@ def _loaded_plainly(folder: Path) -> tuple[Any, Any]:
     from transformers import AutoConfig, AutoTokenizer
 
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    model = auto_class(config).from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+    scores = scores_sequences(config)
+    model = auto_class(config, scores=scores).from_pretrained(
+        folder, dtype=torch.float32, local_files_only=True
+    )
     return model, AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
 
@@ -117,8 +132,7 @@ def _loaded_with_peft(order: ExportOrder, staged: Path, below: list[Layer], fold
     from peft import PeftModel
     from transformers import AutoTokenizer
 
-    model, _ = read_model(order.model.name, staged, attention="sdpa", dtype=torch.float32)
-    adapted = PeftModel.from_pretrained(with_layers(model, below), folder)
+    adapted = PeftModel.from_pretrained(with_layers(_base(order, staged), below), folder)
     return adapted, AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
 

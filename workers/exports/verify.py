@@ -1,5 +1,5 @@
 """Compares an export with the trained model: the same tokens, and the same most probable next token after
-every prefix of the answers in held-out samples."""
+every prefix of the answers in held-out samples; or the same class of each, or the same order of each pair."""
 
 import itertools
 from dataclasses import dataclass
@@ -22,6 +22,7 @@ from workers.training.data import held_out, read_examples
 from workers.training.encoding import EncodedSequence, ExampleEncoder
 from workers.training.exceptions import CannotTrain
 from workers.training.loss import takes
+from workers.training.score_head import score_layer_of
 
 MOST_SAMPLES = 64
 MOST_TOKENS = 8192
@@ -40,6 +41,8 @@ class Sample:
     held_out: bool
     max_length: int
     """As in training: the tokens of the sample that are computed."""
+    rejected: EncodedSequence | None = None
+    """The other answer of a pair."""
 
     @property
     def tokens(self) -> list[int]:
@@ -53,7 +56,9 @@ class Sample:
 
 @dataclass(frozen=True)
 class Predictions:
-    """The most probable next tokens, most probable first: of shape (positions, candidates)."""
+    """The most probable next tokens, most probable first: of shape (positions, candidates). Of a classifier,
+    the most probable classes of each sample; of a reward model, the preferred answer of each pair (0: the
+    chosen one)."""
 
     tokens: Tensor
     log_probs: Tensor
@@ -76,15 +81,16 @@ def samples_of(order: ExportOrder, source: Path, tokenizer: Any) -> list[Sample]
             "the file with the job's data has been deleted, so that the export cannot be compared with the "
             "model",
         ) from None
-    with ExampleEncoder(tokenizer) as encoder:
-        encoded = [sequences[0] for _, sequences in encoder.samples(examples)]
+    with ExampleEncoder(tokenizer, classifies=bool(data.classes)) as encoder:
+        encoded = [sequences for _, sequences in encoder.samples(examples)]
     found: list[Sample] = []
     tokens = 0
-    for (_, example), sequence in zip(examples, encoded, strict=True):
-        sample = Sample(example, sequence, mask is not None or is_own_file, data.max_length)
+    for (_, example), sequences in zip(examples, encoded, strict=True):
+        rejected = sequences[1] if len(sequences) > 1 else None
+        sample = Sample(example, sequences[0], mask is not None or is_own_file, data.max_length, rejected)
         if tokens + len(sample.tokens) > MOST_TOKENS and found:
             break
-        if any(sample.counts):
+        if any(sample.counts) or data.classes:
             found.append(sample)
             tokens += len(sample.tokens)
     if not found:
@@ -102,7 +108,7 @@ def check_tokenizer(tokenizer: Any, samples: list[Sample], order: ExportOrder) -
     """
     numbered = [(number, sample.example) for number, sample in enumerate(samples, start=1)]
     try:
-        with ExampleEncoder(tokenizer) as encoder:
+        with ExampleEncoder(tokenizer, classifies=bool(order.data.classes)) as encoder:
             own = [sequences[0] for _, sequences in encoder.samples(numbered)]
     except CannotTrain as error:
         raise NotExported(
@@ -117,9 +123,12 @@ def check_tokenizer(tokenizer: Any, samples: list[Sample], order: ExportOrder) -
 
 
 def predictions(model: Any, samples: list[Sample]) -> Predictions:
-    """What a model predicts at each position whose next token counts, each sample computed alone."""
+    """What a model predicts at each position whose next token counts, or of a whole sample if it scores
+    sequences; each sample is computed alone."""
     model.eval()
     options = {"use_cache": False} if takes(model, "use_cache") else {}
+    if score_layer_of(model) is not None:
+        return _by_scores(model, samples, options)
     tokens, log_probs = [], []
     with torch.no_grad():
         for sample in samples:
@@ -129,6 +138,25 @@ def predictions(model: Any, samples: list[Sample]) -> Predictions:
             tokens.append(best.indices)
             log_probs.append(best.values)
     return Predictions(torch.cat(tokens), torch.cat(log_probs))
+
+
+def _by_scores(model: Any, samples: list[Sample], options: dict[str, Any]) -> Predictions:
+    """What a model that scores whole sequences predicts of each sample: its class, or which answer of a pair
+    is preferred, with the probabilities of Bradley and Terry."""
+
+    def scores(tokens: list[int]) -> Tensor:
+        found: Tensor = model(input_ids=torch.tensor([tokens]), **options).logits[0].double()
+        return found
+
+    def of_sample(sample: Sample) -> Tensor:
+        if sample.rejected is None:
+            return scores(sample.tokens)
+        return torch.cat([scores(sample.tokens), scores(sample.rejected[0][: sample.max_length])])
+
+    with torch.no_grad():
+        each = torch.stack([of_sample(sample) for sample in samples]).log_softmax(-1)
+    best = each.topk(min(_CANDIDATES, each.shape[1]))
+    return Predictions(best.indices, best.values)
 
 
 def compared(

@@ -36,6 +36,7 @@ from workers.training.loss import Forward, TokenLoss
 from workers.training.loss_checks import reports_routing
 from workers.training.optimizer import make_optimizer
 from workers.training.replica import add
+from workers.training.score_head import score_layer_of
 from workers.training.window import Clipping, LossScale, Window
 
 if TYPE_CHECKING:
@@ -108,7 +109,12 @@ class Simulation:
         self._balance = balance_of(self._model, recipe.aux_scope)
         smoothing = 0.1 if recipe.label_smoothing else 0.0
         self._token_loss = TokenLoss(self._model, smoothing=smoothing, routed=self._balance is not None)
-        head = None if config.get("model_type") in OWN_LOGITS else head_of(self._model)
+        score = score_layer_of(self._model)
+        if score is not None:
+            head: Head | None = Head(score, 1.0, None)
+            self._token_loss.probes = False
+        else:
+            head = None if config.get("model_type") in OWN_LOGITS else head_of(self._model)
         self._head = None if head is None else replace(head, device=recipe.device)
         self._token_loss.head = self._head
         if self._balance is not None and not self._reports_routing():
@@ -206,16 +212,19 @@ class Simulation:
 
     def _build(self, config: dict[str, Any]) -> Any:
         made = config_for(with_layers(config, self._depth.traced))
+        if self.recipe.scores:
+            made.num_labels = self.recipe.scores
+        built = auto_class(made, scores=self.recipe.scores > 0)
         attention = (
             "eager" if self.recipe.attention == "eager" else "sdpa"
         )  # flash attention keeps the same tensors
         dtype = torch.bfloat16 if self.recipe.precision == "pure_bf16" else torch.float32
         try:
-            model = auto_class(made).from_config(made, dtype=dtype, attn_implementation=attention)
+            model = built.from_config(made, dtype=dtype, attn_implementation=attention)
         except ValueError:
             if attention != "sdpa":
                 raise
-            model = auto_class(made).from_config(made, dtype=dtype, attn_implementation="eager")
+            model = built.from_config(made, dtype=dtype, attn_implementation="eager")
         if self.recipe.quantised:
             quantised_sizes.to_compute_precision(layers_of(model))
         return models.prepare_for_training(
@@ -288,6 +297,9 @@ class Simulation:
     def _window(self, recorder: Recorder, step: _Step, rows: int, sequence: int) -> None:
         recorder.enter("batch")
         batch = _batch(rows, sequence, self.recipe.packing, step.balance is not None)
+        if self.recipe.scores:  # of each sequence's last token
+            one_each = torch.zeros(rows, dtype=torch.int64)
+            batch = replace(batch, target_positions=one_each, targets=one_each)
         if step.balance is not None:
             step.balance.begin(rows * MICRO_BATCHES)
             if step.balance.scope == "window":

@@ -12,6 +12,7 @@ from app.contract.model_reference import LoraSpec
 from workers.training.adapter_forward import add_in_place
 from workers.training.exceptions import CannotTrain
 from workers.training.model_parts import language_model_of, towers_within
+from workers.training.score_head import score_layer_of
 
 _RENAMED = ("gate", "w1", "w2", "w3", "gate_proj", "up_proj", "down_proj")
 """Names of layers that peft, in some mixtures of experts, mistakes for experts as older releases of
@@ -32,7 +33,7 @@ def default_targets(model: torch.nn.Module) -> Targets:
     kernel: an adapter on such a layer would have no effect.
     """
     text = language_model_of(model)
-    head = getattr(model, "get_output_embeddings", lambda: None)()
+    head = getattr(model, "get_output_embeddings", lambda: None)() or score_layer_of(model)
     prefix = next((f"{name}." for name, module in model.named_modules() if module is text and name), "")
     left_out = {id(layer) for module in text.modules() for layer in _left_out(module)} | {id(head)}
     left_out |= _within_towers(text)
@@ -68,7 +69,7 @@ def with_adapters(model: Any, lora: LoraSpec, seed: int, *, saved: Collection[st
 
     targets, dropout = _targets(model, lora, saved)
     config = LoraConfig(
-        task_type="CAUSAL_LM",
+        task_type="CAUSAL_LM" if score_layer_of(model) is None else "SEQ_CLS",  # whose head is trained, too
         r=lora.r,
         lora_alpha=lora.alpha,
         lora_dropout=dropout,

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import warnings
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,16 @@ from workers.training.head import backbone_of
 from workers.training.limits import limited_memory
 from workers.training.model import AUTOCAST, keep_weights, prepare_for_training
 from workers.training.model_files import check_tokenizer, stage, weight_files
+from workers.training.model_parts import padding_token
+from workers.training.score_head import (
+    LANGUAGE_HEADS,
+    ScoreHead,
+    configure,
+    initialise,
+    score_layer_of,
+    scores_sequences,
+    use_padding_token,
+)
 from workers.training.trained_weights import (
     check_layers,
     continue_adapters,
@@ -143,9 +154,17 @@ def load(assignment: Assignment, folder: Path) -> tuple[Any, Any, list[str]]:
                 "device_map": {"": assignment.plan.device},
             }
         dtype = torch.bfloat16 if assignment.plan.precision == "pure_bf16" else torch.float32
+        head = score_head_of(assignment.spec)
         model, notes = read_model(
-            assignment.spec.model.name, folder, attention=assignment.spec.attention, dtype=dtype, **quantised
+            assignment.spec.model.name,
+            folder,
+            attention=assignment.spec.attention,
+            dtype=dtype,
+            head=head,
+            **quantised,
         )
+        if head is not None:
+            use_padding_token(model, tokenizer, padding_token(tokenizer, model))
     except ImportError as error:
         raise CannotTrain("not_installed", first_line(error, assignment, folder)) from error
     except (
@@ -181,6 +200,11 @@ def load(assignment: Assignment, folder: Path) -> tuple[Any, Any, list[str]]:
     return model, tokenizer, notes + [str(warning.message).splitlines()[0] for warning in shown]
 
 
+def score_head_of(spec: Spec) -> ScoreHead | None:
+    """The head that scores whole sequences; None if the job trains a language model."""
+    return ScoreHead(spec.scores, spec.seed) if spec.scores else None
+
+
 def check_config(folder: Path) -> None:
     """Reads config.json with little memory: some configurations expand a few numbers into a list.
 
@@ -200,7 +224,13 @@ def check_config(folder: Path) -> None:
 
 
 def read_model(
-    name: str, folder: Path, *, attention: str, dtype: torch.dtype | str, **options: Any
+    name: str,
+    folder: Path,
+    *,
+    attention: str,
+    dtype: torch.dtype | str,
+    head: ScoreHead | None = None,
+    **options: Any,
 ) -> tuple[Any, list[str]]:
     """The model in a staged folder, and notes on weights that are not used, and on its attention.
 
@@ -208,6 +238,7 @@ def read_model(
         name: the model's name, for messages.
         attention: if it is sdpa, and the model has none, eager is used.
         dtype: of the weights in memory; "auto": as they are stored.
+        head: what the model's head scores; it is new unless the files hold the same. None: a language model.
         options: further arguments for transformers' `from_pretrained`.
 
     Raises:
@@ -215,22 +246,33 @@ def read_model(
         ValueError: the files cannot be read (and other errors, as transformers raises them).
     """
     try:
-        return _read(name, folder, attention, dtype, options)
+        return _read(name, folder, attention, dtype, head, options)
     except ValueError as error:
         if attention != "sdpa" or "attention" not in str(error):
             raise
-    model, notes = _read(name, folder, "eager", dtype, options)
+    model, notes = _read(name, folder, "eager", dtype, head, options)
     return model, ["the model has no sdpa attention: eager is used", *notes]
 
 
 def _read(
-    name: str, folder: Path, attention: str, dtype: torch.dtype | str, options: dict[str, Any]
+    name: str,
+    folder: Path,
+    attention: str,
+    dtype: torch.dtype | str,
+    head: ScoreHead | None,
+    options: dict[str, Any],
 ) -> tuple[Any, list[str]]:
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     keep_weights(config)
-    loaded: Any = auto_class(config).from_pretrained(
+    if head is None and scores_sequences(config):
+        raise CannotTrain(
+            "not_supported",
+            f"{name} is a classifier or a reward model, which predicts no tokens: choose a language model",
+        )
+    has_head = head is not None and configure(config, head)
+    loaded: Any = auto_class(config, scores=head is not None).from_pretrained(
         folder,
         config=config,
         dtype=dtype,
@@ -243,9 +285,32 @@ def _read(
         **options,
     )
     model, found = loaded
+    if head is not None:
+        found = _with_head(model, head, found, has_head)
     _check_weights(name, found)
     _check_kinds(folder, model, found)
     return model, _unused(found)
+
+
+def _with_head(model: Any, head: ScoreHead, found: dict[str, Any], has_head: bool) -> dict[str, Any]:
+    """Initialises the head, unless the files hold it. Returns what was found in them, apart from heads."""
+    layer = score_layer_of(model)
+    own = {name for name, module in model.named_modules() if module is layer}
+    names = {f"{each}.{kind}" for each in own for kind in ("weight", "bias")}
+    lacks = names & set(map(str, found.get("missing_keys") or ()))
+    if layer is not None and (lacks or not has_head):
+        initialise(layer, model.config, head.seed)
+
+    def others(kind: str, left_out: Collection[str]) -> list[Any]:
+        listed = found.get(kind) or ()
+        return [each for each in listed if (each[0] if isinstance(each, tuple) else each) not in left_out]
+
+    return {
+        **found,
+        "missing_keys": others("missing_keys", names),
+        "mismatched_keys": others("mismatched_keys", names),
+        "unexpected_keys": others("unexpected_keys", LANGUAGE_HEADS),
+    }
 
 
 def _unused(found: dict[str, Any]) -> list[str]:

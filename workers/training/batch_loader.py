@@ -14,12 +14,14 @@ from workers.training.batches import (
     Cursor,
     Groups,
     MicroBatch,
+    Row,
     Scoring,
     collate,
     epoch_order,
     window_at,
 )
 from workers.training.data import Samples
+from workers.training.score_head import ends
 
 Indices = npt.NDArray[np.int64]
 Item = TypeVar("Item")
@@ -117,6 +119,8 @@ def lay_out(
     places = (1,) if mismatches else range(samples.sequences)
     rows = [samples.read(sample, place) for sample in chosen for place in places]
     weights = samples.weights[list(chosen)]
+    if samples.scores_sequences:
+        return _lay_out_scored(samples, chosen, rows, layout)
     if samples.objective is not None:  # samples without targets are not in the denominator either
         targets = samples.sequence_targets[list(chosen), 1] if mismatches else samples.targets[list(chosen)]
         weights = np.where(targets > 0, weights, np.float32(0))
@@ -140,6 +144,37 @@ def lay_out(
         weights=torch.from_numpy(weights.astype(np.float64)),
         desirable=None if own is None else torch.from_numpy(own),
         parts=len(rows) + (len(rows) // 2 if prompts_count else 0),
+    )
+    return replace(batch, scoring=scoring)
+
+
+def _lay_out_scored(
+    samples: Samples, chosen: Sequence[int], rows: Sequence[Row], layout: BatchLayout
+) -> MicroBatch:
+    """Some samples as a micro-batch with one target for each sequence: its class, or for a reward model
+    nothing, where its score is read."""
+    batch, count = collate(rows, layout), len(rows)
+    lengths = np.array(batch.lengths)
+    starts = np.cumsum(lengths) - lengths if layout.packed else np.arange(count) * batch.input_ids.shape[1]
+    weights = samples.weights[list(chosen)]
+    classes = np.zeros(count, np.int64) if samples.classes is None else samples.classes[list(chosen)]
+    batch = replace(
+        batch,
+        target_positions=torch.from_numpy(starts + ends([tokens for tokens, _ in rows], layout.pad_id)),
+        targets=torch.from_numpy(classes),
+        target_counts=(1,) * count,
+        weights=torch.from_numpy(weights) if samples.classes is not None and (weights != 1).any() else None,
+    )
+    if samples.classes is not None:
+        return batch
+    counted = np.where(samples.targets[list(chosen)] > 0, weights, 0)  # as in the denominator
+    scoring = Scoring(
+        sequences=count,
+        part_of_target=torch.arange(count),
+        counted=torch.ones(count, dtype=torch.float64),
+        reference=torch.zeros(count, dtype=torch.float64),
+        weights=torch.from_numpy(counted.astype(np.float64)),
+        parts=count,
     )
     return replace(batch, scoring=scoring)
 

@@ -224,6 +224,8 @@ def error_in_fp64(training: TrainingRun, window: Indices, model: Any) -> float |
         loss = TokenLoss(model, smoothing=training.assignment.spec.label_smoothing)
         loss.head = loss.head if replica.token_loss.head is not None else None
         loss.direct = DirectSums(model)
+        if training.assignment.spec.objective is not None:
+            loss.begin_objective(training.assignment.spec.objective)
         loss.objective = replica.token_loss.objective
         twin = replace(
             replica,

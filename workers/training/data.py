@@ -15,13 +15,14 @@ import pyarrow as pa
 
 from app.contract.data_formats import (
     BadLine,
+    ClassifiedText,
     Example,
     LabelledChat,
     LabelledCompletion,
     parse_line,
     unused_keys,
 )
-from app.contract.objective import PreferenceSpec
+from app.contract.objective import ObjectiveSpec
 from app.contract.spec import DataSpec, Shard
 from workers.run_directory import sync, write_atomically
 from workers.training.encoding import EncodedSequence, ExampleEncoder
@@ -32,7 +33,8 @@ Counts = npt.NDArray[np.bool_]
 Mask = npt.NDArray[np.bool_]
 _CHUNK = 1000
 _MAX_KEYS = 20
-_FILES = ("samples.arrow", "sizes.npy", "weights.npy", "labels.npy")
+_OPTIONAL_FILES = ("labels.npy", "classes.npy")
+_FILES = ("samples.arrow", "sizes.npy", "weights.npy", *_OPTIONAL_FILES)
 _SCHEMA = pa.schema([("tokens", pa.list_(pa.int32())), ("counts", pa.list_(pa.uint8()))])
 """`counts` in bytes, not bits, so that it is read without a copy."""
 
@@ -79,7 +81,7 @@ class Samples:
     (int64), by which windows are cut: these sequences, padded to the longest; `targets` (int64), the tokens
     that count for the loss, 0 if either answer of a pair has none; `weights` (fp32), how much each of these,
     or with a preference objective the sample, counts; `labels` (bool), whether a completion is desirable, or
-    None.
+    None; `classes` (int64), which class a text has, or None. A text with a class has one target.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -93,6 +95,8 @@ class Samples:
         self.weights: npt.NDArray[np.float32] = np.load(folder / "weights.npy")
         labels = folder / "labels.npy"
         self.labels: Mask | None = np.load(labels) if labels.exists() else None
+        classes = folder / "classes.npy"
+        self.classes: npt.NDArray[np.int64] | None = np.load(classes) if classes.exists() else None
         sizes: npt.NDArray[np.int64] = np.load(folder / "sizes.npy")
         self.stored_sequences = sizes.shape[1] // len(self.weights) if len(self.weights) else 1
         """The sequences that are stored of each sample."""
@@ -107,8 +111,10 @@ class Samples:
         """Target tokens of each stored sequence, of the same shape."""
         trained = own[1, :, : self.sequences]
         self.targets: npt.NDArray[np.int64] = np.where((trained > 0).all(-1), trained.sum(-1), 0)
-        self.objective: PreferenceSpec | None = None
-        """None: the loss is a sum over tokens."""
+        self.objective: ObjectiveSpec | None = None
+        """None: the loss is a sum over targets."""
+        self.scores_sequences = False
+        """Whether a score of each sequence is trained, instead of predictions of tokens."""
         self.reference: npt.NDArray[np.float64] = np.zeros((len(self), self.stored_sequences))
         """The log-probability of each stored sequence's targets under the model that the job starts from."""
 
@@ -116,14 +122,16 @@ class Samples:
         return len(self.weights)
 
     def begin_objective(
-        self, objective: PreferenceSpec, reference: npt.NDArray[np.float64] | None = None
+        self, objective: ObjectiveSpec, reference: npt.NDArray[np.float64] | None = None
     ) -> None:
-        """From now on, the loss is a sum over samples.
+        """From now on, the loss is that of the objective: a sum over samples.
 
         Args:
             reference: log-probabilities of shape (samples, stored sequences), for objectives that compare.
         """
-        self.objective = objective
+        self.scores_sequences = objective.scores_sequences
+        if self.classes is None:  # otherwise each sample has one target, whose loss is summed as a token's
+            self.objective = objective
         if reference is not None:
             self.reference = reference
 
@@ -193,7 +201,8 @@ def prepare(
     _check_content(spec, source)
     folder.mkdir(parents=True, exist_ok=True)
     done.unlink(missing_ok=True)
-    (folder / "labels.npy").unlink(missing_ok=True)
+    for name in _OPTIONAL_FILES:
+        (folder / name).unlink(missing_ok=True)
     prepared = _write(spec, source, tokenizer, folder, taken, interrupted, report)
     if prepared.targets == 0:
         raise CannotTrain("nothing_to_learn", _why_nothing_counts(prepared, spec.max_length))
@@ -227,7 +236,7 @@ def _digests(folder: Path) -> dict[str, str]:
     """The SHA-256 of each prepared file."""
     found = {}
     for name in _FILES:
-        if name == "labels.npy" and not (folder / name).exists():
+        if name in _OPTIONAL_FILES and not (folder / name).exists():
             continue
         with (folder / name).open("rb") as file:
             found[name] = hashlib.file_digest(file, "sha256").hexdigest()
@@ -270,13 +279,14 @@ def _write(
     report: Callable[[int, int], None],
 ) -> Prepared:
     prepared = Prepared()
-    lengths, targets, weights, labels = array("q"), array("q"), array("f"), array("b")
+    lengths, targets, weights, labels, classes = array("q"), array("q"), array("f"), array("b"), array("q")
+    place = {name: number for number, name in enumerate(spec.classes)}
     stored = 2 if spec.with_mismatches else spec.sequences_per_sample
     last: EncodedSequence | None = None
     done, total = 0, spec.examples if taken is None else int(taken.sum())
     examples = read_examples(spec, source, taken)
     with (
-        ExampleEncoder(tokenizer) as encoder,
+        ExampleEncoder(tokenizer, classifies=bool(spec.classes)) as encoder,
         pa.ipc.new_file(str(folder / "samples.arrow"), _SCHEMA) as writer,
     ):
         while chunk := list(itertools.islice(examples, _CHUNK)):
@@ -292,11 +302,13 @@ def _write(
                 weights.extend([float(np.float32(example.weight))] * samples)
                 if isinstance(example, LabelledCompletion | LabelledChat):
                     labels.extend([example.label] * samples)
+                elif place and isinstance(example, ClassifiedText):
+                    classes.append(place[example.class_name])
             if spec.with_mismatches:
                 rows, last = _with_mismatches(rows, last, spec.max_length), rows[-1]
             writer.write_batch(_record(rows))
             lengths.extend(len(tokens) for tokens, _ in rows)
-            targets.extend(int(sum(counts[1:])) for _, counts in rows)
+            targets.extend(1 if place else int(sum(counts[1:])) for _, counts in rows)
             done += len(chunk)
             report(done, total)
     sizes = np.array([lengths, targets], dtype=np.int64).reshape(2, -1, stored)
@@ -305,6 +317,8 @@ def _write(
     np.save(folder / "weights.npy", np.array(weights, dtype=np.float32))
     if spec.with_mismatches:
         np.save(folder / "labels.npy", np.array(labels, dtype=np.bool_))
+    if place:
+        np.save(folder / "classes.npy", np.array(classes, dtype=np.int64))
     own = sizes[:, :, : spec.sequences_per_sample]
     counted = np.where((own[1] > 0).all(-1), own[1].sum(-1), 0)
     prepared.samples, prepared.tokens, prepared.targets = len(weights), int(own[0].sum()), int(counted.sum())

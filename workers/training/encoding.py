@@ -37,12 +37,17 @@ class ExampleEncoder:
     At inference, a prompt is tokenised without its completion; the same is done here. Some tokenizers treat
     the beginning of a text differently (SentencePiece's put a space in front of it): with these, a piece is
     tokenised as the continuation of what is before it (`piece_boundaries.py`).
+
+    Args:
+        classifies: whether texts are to be classified: they get only the special tokens that the tokenizer
+            itself adds, since whoever uses the classifier will tokenise texts so.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, *, classifies: bool = False) -> None:
         self._tokenizer = tokenizer
+        self._classifies = classifies
         with limited_memory(_TOKENISER_BYTES):
-            self._start = tokens_before(tokenizer)
+            self._start, self._after = tokens_around(tokenizer)
             self._marks_beginnings = marks_beginnings(tokenizer)
         if tokenizer.eos_token_id is None:
             raise CannotTrain("no_end_token", "the model's tokenizer has no end-of-sequence token")
@@ -79,7 +84,10 @@ class ExampleEncoder:
                 piece = next(encoded)
                 tokens += piece
                 counts += [counted] * len(piece)
-            if not isinstance(example, Chat):
+            if self._classifies:
+                tokens = [*self._start, *tokens, *self._after]
+                counts = [True] * len(tokens)
+            elif not isinstance(example, Chat):
                 tokens, counts = self._begun_and_ended(tokens, counts)
             yield tokens, counts
 
@@ -184,6 +192,11 @@ _MOST_TRIED = 100
 
 def tokens_before(tokenizer: Any) -> list[int]:
     """The special tokens that the tokenizer puts before a text: often the one that begins a sequence."""
+    return tokens_around(tokenizer)[0]
+
+
+def tokens_around(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """The special tokens that the tokenizer puts before a text, and after it."""
     special = set(tokenizer.all_special_ids)
     known = (tokenizer.decode([token]) for token in range(len(tokenizer)) if token not in special)
     for text in itertools.chain(("x", "1", "."), itertools.islice(known, _MOST_TRIED)):
@@ -191,9 +204,9 @@ def tokens_before(tokenizer: Any) -> list[int]:
         plain: list[int] = tokenizer(text, add_special_tokens=False).input_ids
         for start in range(len(whole) - len(plain) + 1 if plain else 0):
             if whole[start : start + len(plain)] == plain:
-                return whole[:start]
+                return whole[:start], whole[start + len(plain) :]
     bos = tokenizer.bos_token_id
-    return [bos] if bos is not None and tokenizer("").input_ids[:1] == [bos] else []
+    return [bos] if bos is not None and tokenizer("").input_ids[:1] == [bos] else [], []
 
 
 def _pieces(example: TextExample | PromptCompletion) -> list[Piece]:

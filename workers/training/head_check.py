@@ -7,6 +7,7 @@ small logits or low precisions would hide.
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from math import isfinite
 
 import numpy as np
@@ -18,6 +19,7 @@ from workers.training import model as models
 from workers.training.batch_loader import Loader
 from workers.training.batches import BatchLayout, MicroBatch, collate
 from workers.training.distributed.group import Group
+from workers.training.exceptions import CannotTrain
 from workers.training.loss import TokenLoss
 from workers.training.loss_checks import relative_difference, typical_samples
 from workers.training.replica import Replica
@@ -28,6 +30,8 @@ _CHECKED_TOKENS = 64
 _TOLERANCE, _TOLERANCE_IN_16_BITS = 1e-5, 1e-2
 """The largest relative error of the loss; and of logits that are scaled or capped, relative to the largest
 logit. 16 bits have a precision of 4e-3, and a cap rounds twice."""
+_TOLERANCE_OF_SCORES = 1e-3
+"""The largest relative error of scores, which are sums of large terms that may cancel."""
 _TOLERANCE_IF_PLAIN = 1e-6
 """The largest error of logits that are only multiplied by powers of two, in any precision."""
 
@@ -36,7 +40,7 @@ def check_head(
     replica: Replica, loader: Loader, fallbacks: Fallbacks, reporter: Reporter, group: Group
 ) -> None:
     """Falls back to the model's own logits if its head alone does not give them."""
-    if replica.token_loss.head is None or fallbacks.own_logits is False:
+    if replica.token_loss.head is None or replica.token_loss.probes or fallbacks.own_logits is False:
         return
     if fallbacks.own_logits:
         replica.token_loss.head = None
@@ -56,6 +60,25 @@ def check_head(
             f"The model's logits are not simply those of its output head ({reason}), so its own full logits "
             "are used, which needs more memory.",
             "warning",
+        )
+
+
+def check_scores(replica: Replica, loader: Loader) -> None:
+    """Checks that the score of a sequence is what the model itself gives, and so what its users will see.
+
+    Raises:
+        CannotTrain: it is not.
+    """
+    batch = loader.fetch(typical_samples(loader)[:1])
+    first = replace(batch, input_ids=batch.input_ids[:1, : batch.lengths[0]], position_ids=None)
+    with replica.autocast(), models.without_randomness(replica.model), torch.no_grad():
+        error = float(replica.token_loss(first, probe_head=True).loss_sum)
+    narrow = replica.precision in models.AUTOCAST or models.is_narrow(replica.model)
+    if not error <= (_TOLERANCE_IN_16_BITS if narrow else _TOLERANCE_OF_SCORES):
+        raise CannotTrain(
+            "not_supported",
+            "the model's own scores are not those of its last layer at the last token (they differ by "
+            f"{error:.1e}): choose a model of another family",
         )
 
 

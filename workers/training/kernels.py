@@ -198,6 +198,8 @@ def _fused_loss(replica: Replica) -> Kernels | None:
     in_bf16 = replica.precision in ("bf16", "pure_bf16")
     if head is None or not can_fuse(head) or not in_bf16 or importlib.util.find_spec("triton") is None:
         return None
+    if replica.token_loss.probes:  # few classes need no faster loss
+        return None
     return FusedLoss(replica.token_loss, f"Accrue's cross-entropy in {_named('triton')}")
 
 

@@ -1,5 +1,5 @@
 """The loss: the weighted sum of the target tokens' cross-entropies, to be divided by the window's count once;
-or, with a preference objective, a sum over samples.
+or, with another objective than supervised fine-tuning, a sum over samples.
 
 Only positions whose next token counts reach the output head; logits of prompts and padding are never
 computed. If a model's logits are those of its head, perhaps scaled or soft-capped, they are computed for a
@@ -17,11 +17,13 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from app.contract.objective import ObjectiveSpec
 from workers.training.attention import rows_known
 from workers.training.batches import MicroBatch, Scoring
 from workers.training.direct_sums import DirectSums, sum_of
 from workers.training.head import Head, backbone_of, head_error, head_of
 from workers.training.objectives import CORRECT, Objective
+from workers.training.score_head import PROBED_CLASSES, probe_layer, score_error, score_layer_of
 
 _FP16_GRADIENT_SCALE = 256.0
 """Keeps small probabilities above fp16's smallest numbers in the products of a chunk."""
@@ -70,6 +72,11 @@ class TokenLoss(nn.Module):
         self._arguments = {"output_router_logits": True} if routed else {}
         self._caching = {"use_cache": False} if takes(model, "use_cache") else {}
         self.head = head_of(model) if chunked else None
+        score = score_layer_of(model)
+        self.probes = score is not None
+        """Whether the head is a probe (`probe_layer`), until `begin_objective`."""
+        if score is not None:
+            self.head = Head(probe_layer(score), 1.0, None)
         self.passes_boundaries = False
         """Whether the model is told where the samples of a packed row begin, for flash-attn, which would
         otherwise read that from the device in each layer."""
@@ -78,7 +85,16 @@ class TokenLoss(nn.Module):
         self.direct: DirectSums | None = None
         """Adds the gradient of the head's weight to its sum while a window is open."""
         self.objective: Objective | None = None
-        """The preference objective; it counts for micro-batches with a `scoring`."""
+        """It counts for micro-batches with a `scoring`; None for supervised fine-tuning and classification,
+        whose loss is a sum over targets."""
+
+    def begin_objective(self, spec: ObjectiveSpec) -> None:
+        """From now on, the loss is that of an objective other than supervised fine-tuning."""
+        score = score_layer_of(self.model)
+        if score is not None:
+            self.head, self.probes = Head(score, 1.0, None), False
+        if spec.name != "classification":
+            self.objective = Objective(spec)
 
     def forward(
         self,
@@ -100,6 +116,10 @@ class TokenLoss(nn.Module):
             only_score: the log-probability of each part of the batch's `scoring`, of shape (parts,), without
                 gradient, in place of the loss.
         """
+        if self.probes:
+            assert self.head is not None
+            self.head.layer.to(batch.input_ids.device)
+            batch = replace(batch, targets=batch.targets % PROBED_CLASSES)
         with rows_known(packed=batch.position_ids is not None):
             if only_score or (evaluates and batch.scoring is not None):
                 return self._score(batch, only=only_score)
@@ -138,6 +158,8 @@ class TokenLoss(nn.Module):
             else:
                 output = backbone_of(self.model)(input_ids=batch.input_ids, **arguments)
                 hidden = output.last_hidden_state.flatten(0, 1).index_select(0, positions)
+                if self._scores_sequences:
+                    return self._by_scores(hidden, batch, self.head)
                 each = _of_each_state(hidden, batch.targets, self.head)
             scores = _scores(each, batch.scoring)
             return Forward(scores) if only else self._compared(scores, batch.scoring)
@@ -150,6 +172,18 @@ class TokenLoss(nn.Module):
         measured = self.objective.measured(scores, scoring)
         return Forward(loss, correct=measured[CORRECT], measured=measured)
 
+    @property
+    def _scores_sequences(self) -> bool:
+        return self.objective is not None and self.objective.spec.scores_sequences
+
+    def _by_scores(self, hidden: Tensor, batch: MicroBatch, head: Head) -> Forward:
+        """The loss from the hidden states at which each sequence's score is read."""
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        with torch.autocast(hidden.device.type, enabled=False):
+            bias = None if head.bias is None else head.bias.to(wide)
+            scores = F.linear(hidden.to(wide), head.weight.to(wide), bias).squeeze(1)
+            return self._compared(scores.to(torch.float64), batch.scoring)
+
     def _by_objective(self, hidden: Tensor, batch: MicroBatch, head: Head) -> Forward:
         """The loss of a preference objective from the hidden states of the targets.
 
@@ -157,6 +191,8 @@ class TokenLoss(nn.Module):
         targets' cross-entropies, each weighted by the objective's derivative. A first pass over the output
         head gives the sums, and thereby the weights; the chunked loss is then computed with these.
         """
+        if self._scores_sequences:
+            return self._by_scores(hidden, batch, head)
         with torch.no_grad():
             scores = _scores(_of_each_state(hidden.detach(), batch.targets, head), batch.scoring)
         with torch.enable_grad():
@@ -174,6 +210,8 @@ class TokenLoss(nn.Module):
         arguments = self._arguments_for(batch)
         if probe_head:
             assert self.head is not None, "there is nothing to compare with the model's own logits"
+            if score_layer_of(self.model) is self.head.layer:
+                return Forward(self._score_error(batch, arguments))
             return Forward(head_error(self.model, self.head, batch.input_ids, arguments))
         if only_route:
             output = backbone_of(self.model)(input_ids=batch.input_ids, **arguments)
@@ -200,6 +238,13 @@ class TokenLoss(nn.Module):
                 else _of_each_state(hidden, batch.targets, self.head)
             )
         return Forward(loss, self._routed(output))
+
+    def _score_error(self, batch: MicroBatch, arguments: dict[str, Any]) -> Tensor:
+        """See `score_error`."""
+        assert self.head is not None
+        output = backbone_of(self.model)(input_ids=batch.input_ids, **arguments)
+        hidden, end = output.last_hidden_state[0], int(batch.target_positions[0])
+        return score_error(self.model, self.head.layer, hidden, batch.input_ids, end)
 
     def _routed(self, output: Any) -> tuple[Tensor, ...]:
         return tuple(output.router_logits) if self._arguments else ()

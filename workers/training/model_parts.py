@@ -41,6 +41,19 @@ def towers_within(text: torch.nn.Module) -> list[torch.nn.Module]:
     return list(towers)
 
 
+def embeddings_of(model: Any) -> int | None:
+    """The number of tokens that the model has an embedding for; None if that is unknown."""
+    weight = getattr(model.get_input_embeddings(), "weight", None)
+    return None if weight is None else len(weight)
+
+
+def padding_token(tokenizer: Any, model: Any) -> int:
+    """The token that fills rows up: the tokenizer's own, or the one that ends texts."""
+    most = embeddings_of(model)
+    known = (tokenizer.pad_token_id, tokenizer.eos_token_id)
+    return next((each for each in known if each is not None and (most is None or each < most)), 0)
+
+
 def longrope_short_length(model: torch.nn.Module) -> int | None:
     """The length up to which a model with LongRoPE (Ding et al. 2024) scales positions for short texts.
     transformers scales all rows of a micro-batch for long texts if one of them is longer. None: the model

@@ -1,4 +1,5 @@
-"""Preference objectives: the loss of each sample as a function of its sequences' log-probabilities.
+"""Objectives over samples: the loss of each as a function of its sequences' log-probabilities, or of their
+scores.
 
 Each is a sum over samples, so it accumulates exactly: a window's loss is that of all of its samples, divided
 once by their number. What an objective needs to know of the whole window (KTO's divergence, ORPO's number of
@@ -6,7 +7,7 @@ tokens) is determined before its first micro-batch (window_scope.py).
 
 Sources: DPO, Rafailov et al. 2023, equation 7, with label smoothing as in Mitchell 2023 (cDPO); ORPO, Hong
 et al. 2024, equations 4 to 7; SimPO, Meng et al. 2024, equation 6; KTO, Ethayarajh et al. 2024, equations 7
-and 8.
+and 8; reward, Ouyang et al. 2022, equation 1, with rewards centered as in Eisenstein et al. 2023, section 4.
 """
 
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from app.contract.objective import PreferenceSpec
+from app.contract.objective import ObjectiveSpec
 from workers.training.batches import Scoring
 
 MEASURED, CORRECT = 7, 4
@@ -25,9 +26,9 @@ MEASURED, CORRECT = 7, 4
 
 @dataclass
 class Objective:
-    """A preference objective, and what it knows of the current window."""
+    """An objective over samples, and what it knows of the current window."""
 
-    spec: PreferenceSpec
+    spec: ObjectiveSpec
     tokens_factor: float = 0.0
     """ORPO: samples of the window divided by tokens of its chosen sequences, both weighted. The mean over
     tokens then becomes part of a sum over samples."""
@@ -39,8 +40,8 @@ class Objective:
         """The loss of each sample, of shape (samples,).
 
         Args:
-            log_probs: the summed log-probabilities of the targets of each part of `scoring`; of shape
-                (parts,).
+            log_probs: the summed log-probabilities of the targets of each part of `scoring`, or for `reward`
+                the score of each sequence; of shape (parts,).
         """
         own, spec = log_probs[: scoring.sequences], self.spec
         if spec.name == "kto":
@@ -53,6 +54,10 @@ class Objective:
                 spec.desirable_weight * (1 - torch.sigmoid(away)),
                 spec.undesirable_weight * (1 - torch.sigmoid(-away)),
             )
+        if spec.name == "reward":
+            chosen, rejected = own.view(-1, 2).unbind(1)
+            centered = spec.center_rewards_coefficient * (chosen + rejected) ** 2
+            return centered - F.logsigmoid(chosen - rejected)
         if spec.name == "dpo":
             chosen, rejected = (own - scoring.reference).view(-1, 2).unbind(1)
             margin = spec.beta * (chosen - rejected)
@@ -84,7 +89,9 @@ class Objective:
         return torch.stack([*sums, weights.sum(), weights.sum()])
 
     def _rewards(self, own: Tensor, scoring: Scoring) -> Tensor:
-        """The implicit reward of each sequence, as each paper defines it."""
+        """The reward of each sequence, which preference objectives define implicitly, as in their papers."""
+        if self.spec.scores_sequences:
+            return own
         if self.spec.has_reference:
             return self.spec.beta * (own - scoring.reference)
         return self.spec.beta * own / scoring.counted

@@ -142,14 +142,14 @@ def rewards_of(training: TrainingRun, measured: Sequence[float]) -> Rewards | No
     if objective is None:
         return None
     chosen, rejected, chosen_log_prob, rejected_log_prob, correct, of_chosen, of_rejected = measured
-    divergence = objective.divergence
+    divergence, predicts_tokens = objective.divergence, not objective.spec.scores_sequences
     return Rewards(
         chosen=chosen / of_chosen if of_chosen else None,
         rejected=rejected / of_rejected if of_rejected else None,
         margin=chosen / of_chosen - rejected / of_rejected if of_chosen and of_rejected else None,
         accuracy=correct / of_chosen if of_chosen and objective.spec.is_of_pairs else None,
-        chosen_log_prob=chosen_log_prob / of_chosen if of_chosen else None,
-        rejected_log_prob=rejected_log_prob / of_rejected if of_rejected else None,
+        chosen_log_prob=chosen_log_prob / of_chosen if of_chosen and predicts_tokens else None,
+        rejected_log_prob=rejected_log_prob / of_rejected if of_rejected and predicts_tokens else None,
         divergence=None if divergence is None else float(divergence),
     )
 

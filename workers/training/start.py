@@ -26,7 +26,7 @@ from workers.training.device import device_of
 from workers.training.distributed.group import ALONE, Group
 from workers.training.distributed.shares import Shares
 from workers.training.exceptions import CannotTrain, Interrupted
-from workers.training.head_check import check_head
+from workers.training.head_check import check_head, check_scores
 from workers.training.kernels import choose_kernels
 from workers.training.loss import TokenLoss
 from workers.training.loss_checks import (
@@ -36,8 +36,7 @@ from workers.training.loss_checks import (
     final_failures,
 )
 from workers.training.make_replica import make_replica, place_parameters
-from workers.training.model_parts import longrope_short_length
-from workers.training.objectives import Objective
+from workers.training.model_parts import embeddings_of, longrope_short_length, padding_token
 from workers.training.optimizer import make_optimizer
 from workers.training.packing_check import check_packing, most_samples
 from workers.training.parameters import Parameters
@@ -133,10 +132,10 @@ def _load(
             base = base_model.stage_base_model(assignment, run)
     model, tokenizer, notes = base_model.load(assignment, base)
     objective = assignment.spec.objective
-    if objective is not None and models.turn_dropout_off(model):
+    if objective is not None and objective.name != "classification" and models.turn_dropout_off(model):
         notes = [
             *notes,
-            f"dropout is turned off: {objective.name} compares probabilities, which dropout would change",
+            f"dropout is turned off: {objective.name} compares sequences, which dropout would change",
         ]
     for note in notes:
         reporter.event("changed", f"{note[0].upper()}{note[1:]}.", "warning")
@@ -233,7 +232,7 @@ def _begin_objective(
     at_start: bool,
 ) -> None:
     """From here on, the loss is the objective's. The earlier checks compare token losses, from which every
-    objective is computed.
+    objective of a language model is computed; for models that score sequences, see `probe_layer`.
 
     Args:
         tokens: the maximum number of tokens of a micro-batch.
@@ -245,7 +244,7 @@ def _begin_objective(
     spec = assignment.spec
     if spec.objective is None:
         return
-    replica.token_loss.objective = Objective(spec.objective)
+    replica.token_loss.begin_objective(spec.objective)
     base = run.digest_of_base() or ""
     folders = ((loader.samples, run.data), (loader.validation, run.data / "validation"))
     for samples, folder in folders:
@@ -266,6 +265,8 @@ def _begin_objective(
             interrupted=interrupted,
             report=reporter.preparing,
         )
+    if spec.objective.scores_sequences:
+        check_scores(replica, loader)
 
 
 def _most_tokens(assignment: Assignment) -> int:
@@ -397,7 +398,7 @@ def _check_token_ids(samples: Samples, model: Any, name: str) -> None:
     Raises:
         CannotTrain: it has not.
     """
-    embeddings, largest = _embeddings(model), samples.largest_token()
+    embeddings, largest = embeddings_of(model), samples.largest_token()
     if embeddings is not None and largest >= embeddings:
         raise CannotTrain(
             "tokenizer_too_large",
@@ -406,22 +407,14 @@ def _check_token_ids(samples: Samples, model: Any, name: str) -> None:
         )
 
 
-def _embeddings(model: Any) -> int | None:
-    weight = getattr(model.get_input_embeddings(), "weight", None)
-    return None if weight is None else len(weight)
-
-
 def _layout(
     assignment: Assignment, rank: RankPlan, tokenizer: Any, model: Any, balance: Balance | None
 ) -> BatchLayout:
-    most = _embeddings(model)
-    known = (tokenizer.pad_token_id, tokenizer.eos_token_id)
-    pad_id = next((each for each in known if each is not None and (most is None or each < most)), 0)
     data, short = assignment.spec.data, longrope_short_length(model)
     budget = rank.micro_batch_size * data.tokens_per_sample
     isolate_above = None if short is None else short * data.sequences_per_sample
     return BatchLayout(
-        pad_id=pad_id,
+        pad_id=padding_token(tokenizer, model),
         packed=data.packing,
         routed=balance is not None,
         buckets=Buckets(budget, data.max_length, short) if assignment.spec.compile else None,

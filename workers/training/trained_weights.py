@@ -14,6 +14,7 @@ from app.contract.model_fingerprint import fingerprint_of_files
 from app.contract.model_reference import ModelLayer
 from workers.training.adapters import check_mergeable, with_adapters
 from workers.training.exceptions import CannotTrain
+from workers.training.score_head import LANGUAGE_HEADS, NAME, score_layer_of
 
 _ADAPTERS, _CHECKPOINT = "adapter_model.safetensors", "model.safetensors"
 
@@ -64,7 +65,7 @@ def with_layers(model: Any, layers: Iterable[Layer]) -> Any:
     """
     for layer, path in layers:
         if layer.lora is None:
-            _copy(weights_of(path / _CHECKPOINT, layer), dict(model.named_parameters()), layer)
+            _copy(weights_of(path / _CHECKPOINT, layer), model, layer)
         else:
             adapted = with_saved_adapters(model, (layer, path))
             check_mergeable(adapted)
@@ -108,14 +109,16 @@ def continue_adapters(model: Any, assignment: Assignment) -> None:
 def _load(model: Any, layer: ModelLayer, path: Path) -> None:
     """Loads adapters into a model that has them already."""
     if (path / _CHECKPOINT).exists():
-        _copy(weights_of(path / _CHECKPOINT, layer), dict(model.named_parameters()), layer)
+        _copy(weights_of(path / _CHECKPOINT, layer), model, layer)
         return
     from peft import get_peft_model_state_dict, set_peft_model_state_dict
 
     saved = weights_of(path / _ADAPTERS, layer)
     expected: dict[str, Tensor] = get_peft_model_state_dict(model)
+    saved, expected = _without_new_head(saved, expected, model)
     check_alike(saved, expected, layer)
-    set_peft_model_state_dict(model, saved)
+    with torch.no_grad():
+        set_peft_model_state_dict(model, saved)
 
 
 def _adapter_names(path: Path, layer: ModelLayer) -> frozenset[str]:
@@ -152,7 +155,23 @@ def weights_of(path: Path, layer: ModelLayer) -> dict[str, Tensor]:
         ) from None
 
 
-def _copy(saved: Mapping[str, Tensor], parameters: Mapping[str, Tensor], layer: ModelLayer) -> None:
+def _without_new_head(
+    saved: dict[str, Tensor], own: dict[str, Tensor], model: Any
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Saved weights and those of a model, without the heads, if the model scores sequences and the saved
+    weights are those of a language model: then the head is new."""
+    heads = [name for name in own if f".{NAME}." in f".{name}"]
+    if score_layer_of(model) is None or any(name in saved for name in heads):
+        return saved, own
+    return (
+        {name: weight for name, weight in saved.items() if name not in LANGUAGE_HEADS},
+        {name: weight for name, weight in own.items() if name not in heads},
+    )
+
+
+def _copy(saved: dict[str, Tensor], model: Any, layer: ModelLayer) -> None:
+    parameters = dict(model.named_parameters())
+    saved, _ = _without_new_head(saved, parameters, model)
     check_alike(saved, {name: parameters[name] for name in saved if name in parameters}, layer)
     with torch.no_grad():
         for name, weight in saved.items():
