@@ -1,6 +1,7 @@
 """Training files, stored under their ids; duplicates share one copy (what is in them: `content.py`)."""
 
 import contextlib
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -156,7 +157,7 @@ def get(session: Session, file_id: str, field: str | None = None) -> File:
 
 
 def read_row(connection: Connection, owner: str | None, file_id: str, field: str) -> Any:
-    """A file's id, digest, format, number of examples, name and bytes.
+    """A file's id, digest, format, number of examples, name, bytes and classes.
 
     Args:
         owner: only this owner's files are searched; None searches everyone's.
@@ -167,7 +168,8 @@ def read_row(connection: Connection, owner: str | None, file_id: str, field: str
     rows = _FILE.run(connection, {"id": file_id, "owner": owner})
     if not rows:
         raise _unknown(file_id, field)
-    return rows[0]
+    *values, classes = rows[0]
+    return *values, json.loads(classes) if isinstance(classes, str) else classes  # as SQLite keeps JSON
 
 
 def _file(dialect: str) -> Any:

@@ -19,6 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from app.contract.arguments import OPTIMIZER_ARGUMENTS
 from app.contract.assignment import Assignment
 from app.contract.model_reference import LoraSpec, ModelReference
+from app.contract.objective import ObjectiveSpec
 from app.contract.plan import FixedSize, Plan
 from app.contract.spec import MethodSpec, Spec
 from app.planning.architectures import from_config
@@ -58,7 +59,8 @@ def prepare_run(requested: dict[str, Any], folder: Path) -> RunDirectory:
     ranks = requested.get("ranks", 1)
     examples = 2 * requested["rows"] * requested["micro_batches"] * ranks
     text = "".join(chr(97 + i % 26) for i in range(2 * requested["sequence"]))
-    data = write_lines(folder / "data.jsonl", [text] * examples)
+    classes = requested["options"].get("classes", 0)
+    data = write_lines(folder / "data.jsonl", [text] * examples, classes)
     spec = spec_of(requested, data, examples)
     plan = cpu_plan(spec, threads=2, rule=FixedSize(samples=requested["rows"]))
     run = create_run(folder, spec, plan, data, make_model(requested["config"], folder / "model"))
@@ -67,9 +69,11 @@ def prepare_run(requested: dict[str, Any], folder: Path) -> RunDirectory:
     return run
 
 
-def write_lines(path: Path, texts: list[str]) -> Path:
-    """A training file of texts."""
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+def write_lines(path: Path, texts: list[str], classes: int = 0) -> Path:
+    """A training file of texts, each of one of so many classes."""
+    labels = [{"label": number % classes} if classes else {} for number in range(len(texts))]
+    rows = ({"text": text, **label} for text, label in zip(texts, labels, strict=True))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
@@ -107,7 +111,7 @@ def spec_of(requested: dict[str, Any], data: Path, examples: int) -> Spec:
     assert set(OPTIMIZER_ARGUMENTS) >= {optimizer.name}
     lora = LoraSpec(r=8, alpha=16, dropout=0.0, target_modules=None, merge=False)
     method = MethodSpec(name="lora", lora=lora) if options.pop("method", None) == "lora" else None
-    freeze = options.pop("freeze", None)
+    freeze, classes = options.pop("freeze", None), options.pop("classes", 0)
     spec = make_spec(
         model=ModelReference(name="case", source="local", architecture=from_config(requested["config"])),
         effective_batch_size=requested["rows"] * requested["micro_batches"] * requested.get("ranks", 1),
@@ -121,6 +125,7 @@ def spec_of(requested: dict[str, Any], data: Path, examples: int) -> Spec:
         aux_scope=options.pop("aux_scope", "window"),
         freeze=(freeze,) if freeze else (),
         noise_scale_every=None,
+        objective=ObjectiveSpec(name="classification") if classes else None,
     )
     own = spec.data.model_copy(
         update={
@@ -128,6 +133,8 @@ def spec_of(requested: dict[str, Any], data: Path, examples: int) -> Spec:
             "examples": examples,
             "max_length": requested["sequence"],
             "packing": options.pop("packing", False),
+            "format": "classification" if classes else "text",
+            "classes": tuple(map(str, range(classes))),
         }
     )
     assert not options, f"unknown options {options}"

@@ -9,10 +9,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from app.contract.export import ExportType
+from app.contract.export import ExportFormat, ExportType
 from app.contract.model_reference import LoraSpec
+from app.contract.objective import OtherObjectiveName
 from app.contract.spec import MethodSpec, ValidationSpec
 from tests.harness.exports import task_of
+from tests.harness.preferences import preference_run
 from tests.harness.runs import create_run, small_data, write_chats
 from tests.harness.specs import make_spec
 from tests.harness.training import run_to_end
@@ -20,6 +22,7 @@ from workers.exports import make as exports
 from workers.exports import verify
 from workers.exports.refusal import NotExported
 from workers.run_directory import RunDirectory
+from workers.training.score_head import score_layer_of
 
 LORA = LoraSpec(r=8, alpha=16, dropout=0.0, target_modules=None, merge=False)
 
@@ -73,6 +76,43 @@ def test_adapters_are_exported_alone(tmp_path: Path) -> None:
     names = {each.name for each in result.files}
     assert {"adapter_model.safetensors", "adapter_config.json"} <= names
     assert "model.safetensors" not in names
+
+
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [
+        ("classification", "merged"),
+        pytest.param("classification", "adapter", marks=pytest.mark.thorough),
+        ("reward", "adapter"),
+        pytest.param("reward", "merged", marks=pytest.mark.thorough),
+    ],
+)
+def test_a_model_that_scores_texts_is_compared_by_its_scores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: OtherObjectiveName, form: ExportFormat
+) -> None:
+    """And an export with another head is refused."""
+    method = MethodSpec(name="lora", lora=LORA) if form == "adapter" else None
+    run = preference_run(tmp_path / "run", name, **({"method": method} if method else {}), max_steps=40)
+    run_to_end(run)
+    result = exports.make(task_of(run, tmp_path / "own", form))
+    assert result.verification is not None
+    assert result.verification.agreement + result.verification.near_ties == 1.0
+    assert (result.verification.samples, result.verification.tokens) == (8, 8), "one prediction for each"
+    assert "Modelfile" not in {each.name for each in result.files}
+    honest = verify.predictions
+
+    def reversed_scores(model: Any, samples: Any) -> verify.Predictions:
+        layer = score_layer_of(model)
+        assert layer is not None
+        with torch.no_grad():
+            layer.weight.mul_(-1 if compared else 1)  # of the export, which comes second
+        compared.append(model)
+        return honest(model, samples)
+
+    compared: list[Any] = []
+    monkeypatch.setattr(verify, "predictions", reversed_scores)
+    with pytest.raises(NotExported, match="does not agree"):
+        exports.make(task_of(run, tmp_path / "spoiled", form))
 
 
 def _spoil_weights(folder: Path) -> None:

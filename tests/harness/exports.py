@@ -15,12 +15,13 @@ def task_of(
     """The task to export the model of a run, into a folder."""
     assignment = run.assignment()
     lora, base = assignment.spec.method.lora, assignment.spec.model
+    scores = assignment.spec.scores
     if lora is None:
-        changes = {"name": "ft:x", "source": "job", "job_id": "ftjob-1"}
+        changes = {"name": "ft:x", "source": "job", "job_id": "ftjob-1", "scores": scores}
     else:
         print_of = fingerprint_of_files(run.model)
         layer = ModelLayer(name="ft:x", job_id="ftjob-1", folder="model", lora=lora, fingerprint=print_of)
-        changes = {"name": "ft:x", "base": base.name, "layers": (layer,)}
+        changes = {"name": "ft:x", "base": base.name, "layers": (layer,), "scores": scores}
     order = ExportOrder(
         model=base.model_copy(update=changes),
         quantised_base=False,

@@ -12,7 +12,10 @@ import torch
 from torch import Tensor
 
 from app.contract.objective import FORMATS, OBJECTIVE_ARGUMENTS, ObjectiveSpec, OtherObjectiveName
-from tests.harness.runs import small_data
+from app.contract.spec import ValidationSpec
+from tests.harness.runs import create_run, small_data
+from tests.harness.specs import make_spec
+from workers.run_directory import RunDirectory
 from workers.training import head as heads
 from workers.training.auto_class import auto_class
 from workers.training.batch_loader import lay_out
@@ -225,3 +228,20 @@ def make_model(family: str, dtype: torch.dtype = torch.float64, *, scores: int =
     if scores:
         config.num_labels, config.pad_token_id = scores, 0
     return auto_class(config, scores=scores > 0).from_config(config).to(dtype)
+
+
+def preference_run(folder: Path, name: OtherObjectiveName, **changes: Any) -> RunDirectory:
+    """A run of an objective on forty samples, a fifth of them held out."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_preferences(folder / "data.jsonl", name, 40)
+    share = ValidationSpec(file_id=None, sha256=None, format=None, share=0.2)
+    spec = make_spec(
+        **{
+            "data": preference_data(name, 40, validation=share),
+            "objective": objective_spec(name),
+            "certificate": True,
+            "eval_every": 5,
+            **changes,
+        }
+    )
+    return create_run(folder / "run", spec)

@@ -28,6 +28,11 @@ from workers.profiling.tape import peaks
         pytest.param(
             Case("mixtral", rows=2, sequence=64, options={"precision": "bf16"}), marks=pytest.mark.slow
         ),
+        Case("llama", rows=2, sequence=64, options={"classes": 3}),
+        pytest.param(
+            Case("gpt2", rows=2, sequence=64, options={"classes": 3, "method": "lora"}),
+            marks=pytest.mark.slow,
+        ),
         Case("gpt2", rows=2, sequence=64, micro_batches=1, ranks=2),
         pytest.param(
             Case("llama", rows=2, sequence=64, ranks=3, strategy="fsdp", options={"checkpointing": True}),

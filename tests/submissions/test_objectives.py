@@ -12,6 +12,7 @@ from tests.harness.requests import PATH, service
 
 PAIRS = [{"prompt": f"Say {each}", "chosen": " yes", "rejected": " no"} for each in range(8)]
 LABELLED = [{"prompt": f"Say {each}", "completion": " yes", "label": each % 2 == 0} for each in range(8)]
+CLASSIFIED = [{"text": f"This is {each}", "label": each % 3} for each in range(8)]
 CHATS = [
     {"messages": [{"role": "user", "content": f"Say {each}"}, {"role": "assistant", "content": "Yes."}]}
     for each in range(8)
@@ -26,7 +27,8 @@ class Service:
         self._header = header
 
     def dry_run(self, lines: list[dict[str, Any]], **training: Any) -> Any:
-        dataset = {key: training.pop(key) for key in ("overlength",) if key in training}
+        own = ("overlength", "validation_file_id")
+        dataset = {key: training.pop(key) for key in own if key in training}
         body = {
             "model_name": "accrue/tiny-gpt2",
             "dataset_config": {"file_id": self._uploaded(lines), **dataset},
@@ -42,15 +44,23 @@ class Service:
         return answer.status_code, answer.json()
 
     def _uploaded(self, lines: list[dict[str, Any]]) -> str:
+        return str(self.file(lines)["id"])
+
+    def file(self, lines: list[dict[str, Any]]) -> Any:
+        """An uploaded file."""
+        answer = self.upload(lines)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def upload(self, lines: list[dict[str, Any]]) -> Any:
+        """The answer to an upload."""
         data = "\n".join(map(json.dumps, lines)).encode()
-        answer = self._client.post(
+        return self._client.post(
             "/v1/files",
             files={"file": ("data.jsonl", data)},
             data={"purpose": "fine-tune"},
             headers=self._header,
         )
-        assert answer.status_code == 200, answer.text
-        return str(answer.json()["id"])
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +86,12 @@ def accrue(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
         (PAIRS, {"objective": "simpo", "learning_rate": 3e-4}, "simpo", 3e-4),
         (LABELLED, {}, "kto", 1e-6),
         (CHATS, {}, "sft", 5e-5),
+        (PAIRS, {"objective": "reward"}, "reward", 1e-5),
+        (PAIRS, {"objective": "reward", "method": "lora"}, "reward", 1e-4),
+        (CLASSIFIED, {}, "classification", 5e-5),
+        (CLASSIFIED, {"method": "lora", "label_smoothing": 0.1}, "classification", 2e-4),
+        (CLASSIFIED, {"objective": "sft"}, "sft", 5e-5),
+        ([{"text": "a", "label": 0.5}] * 4, {}, "sft", 5e-5),
     ],
 )
 def test_the_data_decide_the_objective_and_its_rate(
@@ -100,6 +116,13 @@ def test_the_data_decide_the_objective_and_its_rate(
         (LABELLED, {"objective_args": {"desirable_weight": 0, "undesirable_weight": 0}}, "objective_args",
          "both 0"),
         (LABELLED[:1], {}, "file_id", "two samples"),
+        (CLASSIFIED, {"objective": "reward"}, "objective", "chosen"),
+        (CHATS, {"objective": "classification"}, "objective", "labelled texts"),
+        (CLASSIFIED[:1] * 2, {}, "file_id", "at least two classes"),
+        ([{"text": "a", "label": each} for each in range(1001)], {}, "file_id", "1,000 different labels"),
+        (CLASSIFIED, {"overlength": "split"}, "overlength", "truncate or error"),
+        (CLASSIFIED, {"objective_args": {"beta": 0.1}}, "objective_args", "beta"),
+        (PAIRS, {"objective": "reward", "label_smoothing": 0.1}, "label_smoothing", "reward"),
     ],
 )  # fmt: skip
 def test_what_an_objective_cannot_learn_from_is_refused(
@@ -109,6 +132,36 @@ def test_what_an_objective_cannot_learn_from_is_refused(
     assert answer.status_code == 422, answer.text
     assert why in answer.text
     assert field in answer.text
+
+
+@pytest.mark.parametrize(
+    ("labels", "classes"),
+    [
+        ([10, 9, 2], ["2", "9", "10"]),
+        (["b", "a", "ä"], ["a", "b", "ä"]),
+        ([True, False, True], ["false", "true"]),
+        (["01", "1", 1], ["01", "1"]),
+    ],
+)
+def test_a_file_names_its_classes_in_order(accrue: Service, labels: list[Any], classes: list[str]) -> None:
+    file = accrue.file([{"text": "a", "label": label} for label in labels])
+    assert (file["format"], file["classes"]) == ("classification", classes)
+
+
+def test_the_classes_of_validation_are_known(accrue: Service) -> None:
+    other = accrue.file([{"text": "a", "label": 7}])["id"]
+    answer = accrue.dry_run(CLASSIFIED, validation_file_id=other)
+    assert answer.status_code == 422
+    assert "label '7'" in answer.text
+    known = accrue.file([{"text": "a", "label": 2}])["id"]
+    assert accrue.dry_run(CLASSIFIED, validation_file_id=known).status_code == 200
+
+
+@pytest.mark.parametrize("label", [None, 0.5, [], ""])
+def test_a_line_without_a_label_is_named(accrue: Service, label: Any) -> None:
+    answer = accrue.upload([*CLASSIFIED, {"text": "a", "label": label}])
+    assert answer.status_code == 400
+    assert "Line 9: label" in answer.json()["error"]["message"]
 
 
 def test_openai_s_method_is_answered_as_it_was_sent(accrue: Service) -> None:

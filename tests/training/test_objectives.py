@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 from app.contract.model_reference import LoraSpec
 from app.contract.objective import OtherObjectiveName
 from app.contract.plan import FixedCount
-from app.contract.spec import MethodSpec, Strategy, ValidationSpec
+from app.contract.spec import MethodSpec, Strategy
 from tests.harness.preferences import (
     CLASSES,
     OBJECTIVES,
@@ -29,14 +29,13 @@ from tests.harness.preferences import (
     objective_spec,
     plain_losses,
     preference_data,
+    preference_run,
     preference_samples,
     scores_of,
-    write_preferences,
 )
-from tests.harness.runs import create_run, events_of, log_of, start_trainer, until, with_ranks
-from tests.harness.specs import make_optimizer, make_spec
+from tests.harness.runs import events_of, log_of, start_trainer, until, with_ranks
+from tests.harness.specs import make_optimizer
 from tests.harness.training import finished, interrupted_at, raw_log, run_to_end, trains_alike, weights
-from workers.run_directory import RunDirectory
 from workers.training.batches import BatchLayout, Groups, cut_window
 from workers.training.data import Samples, prepare
 from workers.training.exceptions import CannotTrain
@@ -203,23 +202,6 @@ def test_the_odds_are_precise(probability: float) -> None:
     assert float(rest.detach()) == pytest.approx(float(exact), rel=1e-6)
     assert given_log.grad is not None
     assert bool(torch.isfinite(given_log.grad))
-
-
-def preference_run(folder: Path, name: OtherObjectiveName, **changes: Any) -> RunDirectory:
-    """A run of an objective on forty samples, a fifth of them held out."""
-    folder.mkdir(parents=True, exist_ok=True)
-    write_preferences(folder / "data.jsonl", name, 40)
-    share = ValidationSpec(file_id=None, sha256=None, format=None, share=0.2)
-    spec = make_spec(
-        **{
-            "data": preference_data(name, 40, validation=share),
-            "objective": objective_spec(name),
-            "certificate": True,
-            "eval_every": 5,
-            **changes,
-        }
-    )
-    return create_run(folder / "run", spec)
 
 
 @pytest.mark.parametrize("name", PREFERENCES)

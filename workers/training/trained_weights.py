@@ -114,11 +114,10 @@ def _load(model: Any, layer: ModelLayer, path: Path) -> None:
     from peft import get_peft_model_state_dict, set_peft_model_state_dict
 
     saved = weights_of(path / _ADAPTERS, layer)
-    expected: dict[str, Tensor] = get_peft_model_state_dict(model)
-    saved, expected = _without_new_head(saved, expected, model)
+    own: dict[str, Tensor] = get_peft_model_state_dict(model)
+    saved, expected = _without_new_head(saved, own, model)
     check_alike(saved, expected, layer)
-    with torch.no_grad():
-        set_peft_model_state_dict(model, saved)
+    set_peft_model_state_dict(model, {**own, **saved})
 
 
 def _adapter_names(path: Path, layer: ModelLayer) -> frozenset[str]:
