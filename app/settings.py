@@ -110,7 +110,11 @@ class Settings(BaseSettings):
         gt=0,
         description="Seconds without output after which a trainer is killed and its job is retried",
     )
-    profiler: bool = Field(True, description="A worker keeps a process that predicts memory by simulation")
+    profiler: bool = Field(
+        True,
+        description="A worker keeps a process that simulates memory, previews data and measures the "
+        "lengths of samples",
+    )
     trainer_network: bool = Field(
         True,
         description="Trainers may use the network, to download models; false: they have none",

@@ -40,7 +40,8 @@ class ContextSizes:
         return self._known.get(device.name)
 
     def measure(self, devices: Sequence[Device]) -> None:
-        """Measures those of GPUs that are not known yet, while no job uses these."""
+        """Measures the context on each kind of GPU whose size is not known yet; to be called while no job
+        uses these GPUs."""
         gpus = {each.name: each for each in devices if each.kind == "cuda"}
         for name, device in gpus.items():
             found = None if name in self._known else measured(device)

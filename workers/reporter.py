@@ -59,7 +59,8 @@ class Reporter:
         )
 
     def preparing(self, done: int, total: int) -> None:
-        """Reports how many samples are tokenised, at most once a second."""
+        """Reports how many samples are tokenised or, after that, scored by the reference model; at most once
+        a second."""
         if self._is_due():
             prepared = {"prepared_samples": min(done, total), "samples_to_prepare": total}
             self._run.write_progress(

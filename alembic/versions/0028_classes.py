@@ -1,4 +1,4 @@
-"""The classes of a file's labelled texts.
+"""The classes of a file's labelled texts; and a job's metadata under a name of its own.
 
 Revision ID: 0028
 Revises: 0027
@@ -19,7 +19,9 @@ JSON = sa.JSON(none_as_null=True).with_variant(JSONB(none_as_null=True), "postgr
 
 def upgrade() -> None:
     op.add_column("files", sa.Column("classes", JSON, nullable=True))
+    op.execute("ALTER TABLE jobs RENAME COLUMN labels TO client_metadata")
 
 
 def downgrade() -> None:
+    op.execute("ALTER TABLE jobs RENAME COLUMN client_metadata TO labels")
     op.drop_column("files", "classes")

@@ -215,7 +215,7 @@ def _detail(answer: "httpx.Response") -> str:
     try:
         return str(printable(answer.json()["detail"]))
     except (ValueError, KeyError, TypeError):
-        where = printable(f" and {answer.headers['location']}") if answer.is_redirect else ""
+        where = printable(f", a redirect to {answer.headers['location']}") if answer.is_redirect else ""
         return f"{answer.url.copy_with(query=None)} answered with status {answer.status_code}{where}"
 
 

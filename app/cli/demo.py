@@ -56,7 +56,7 @@ def run(folder: Path, steps: int) -> int:
             status = _report(client, job["id"], folder, entropy)
     console.print(
         f"The demo took {time.monotonic() - began:.0f} s; its service has stopped. To see the job and its "
-        f"curves: ACCRUE_DATA_DIR={folder / 'data'} make serve. To use your own data: make serve."
+        f"curves: ACCRUE_DATA_DIR={folder / 'data'} accrue up. To use your own data: accrue up."
     )
     return status
 

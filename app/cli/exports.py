@@ -34,8 +34,8 @@ def export(
         str | None,
         typer.Option(
             "--type",
-            help="Type of the weights: fp32, bf16, fp16, or for gguf q8_0; default: as the base model, or "
-            "a whole trained model, is stored",
+            help="Type of the weights: fp32, bf16, fp16, or for gguf q8_0; default: the type in which the "
+            "base model is stored, or the trained model if it was saved whole",
             show_default=False,
         ),
     ] = None,

@@ -48,7 +48,8 @@ def submit(
         float | None,
         typer.Option(
             "--lr",
-            help="Peak learning rate; default: 5e-5, for lora and qlora 2e-4; for preferences 1e-6 and 1e-5",
+            help="Peak learning rate; default: 5e-5 (lora and qlora: 2e-4); with dpo, orpo, simpo or kto "
+            "1e-6 (1e-5); with reward 1e-5 (1e-4)",
         ),
     ] = None,
     max_length: MaxLength = None,

@@ -56,7 +56,7 @@ def sweep(
 ) -> None:
     """Train on data once for each combination of values, and find the best.
 
-    The best job is the one with the lowest validation loss.
+    The best job is the one with the lowest validation loss, or training loss if there is no validation data.
     """
     if validation_split is None and not any("validation_file_id" in each for each in settings or ()):
         validation_split = 0.1

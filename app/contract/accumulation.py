@@ -120,7 +120,8 @@ class AccumulationConfig(Request):
         None,
         ge=1,
         le=MAX_EFFECTIVE_BATCH,
-        description="Upper limit of noise_scale and loss_variance; null: eight times the effective batch",
+        description="The largest effective batch to which accumulation_scheduler noise_scale or "
+        "loss_variance may grow; null: eight times the effective batch",
     )
     loss_variance_threshold: float = Field(
         0.01, gt=0, description="Variance of recent window losses above which loss_variance doubles the batch"

@@ -40,7 +40,7 @@ class ExportOrder(Frozen):
     """The model's name, for commands."""
     format: ExportFormat
     type: ExportType | None
-    """None: as the base model, or a whole trained model, is stored."""
+    """None: the type in which the base model is stored, or the trained model if it was saved whole."""
     data: DataSpec
     """The samples to compare on: the job's held-out samples, or if it has none, its training samples."""
     data_file: str

@@ -124,7 +124,8 @@ class DatasetConfig(DatasetOptions):
         return self
 
     def check_chats(self) -> None:
-        """Checks the inline chats. Apart from validation, which the event loop waits for: it takes as long.
+        """Checks the inline chats. This is not part of validation, because it takes as long as validation
+        does, and the event loop would wait for both.
 
         Raises:
             ValueError: a chat cannot be trained on.

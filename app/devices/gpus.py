@@ -99,7 +99,8 @@ def detected() -> list[DetectedGpu]:
 
 
 def silent_seconds() -> float:
-    """How long nvidia-smi has not answered, although it once did; its last answer counts until then."""
+    """Seconds since nvidia-smi last answered; 0 if it has shown no GPU. Its last answer is used until it
+    answers again."""
     return _gauge.silent_seconds() if _gauge.look() else 0.0
 
 
@@ -318,8 +319,8 @@ def select_devices(gpu_ids: list[int], available: list[Device]) -> list[Device]:
     if unknown:
         known = ", ".join(f"{device.id} ({device.name})" for device in available)
         raise Unprocessable(
-            f"gpu_ids: no GPU {', '.join(unknown)}. Available: {known}. Declare devices to plan for "
-            "with gpus, or with ACCRUE_GPUS=24GB,24GB.",
+            f"gpu_ids: no GPU {', '.join(unknown)}. Available: {known}. To plan for other devices, "
+            "declare them: in the field gpus, or as ACCRUE_GPUS=24GB,24GB.",
             field="gpu_ids",
         )
     return [by_id[gpu_id] for gpu_id in gpu_ids]

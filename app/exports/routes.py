@@ -198,7 +198,10 @@ def _notes(order: ExportOrder) -> list[str]:
         return []
     base, _ = order.model.below_adapters()
     if base != order.model.base_name:
-        return [f"The adapters belong on {base}: export it as a whole model, too, whose folder is BASE."]
+        return [
+            f"These adapters were trained on {base}, which is itself a trained model. Export {base}, too, "
+            "with the format merged; BASE is the folder of that export."
+        ]
     if order.model.source != "hub":
         return [f"BASE is the folder of the model {base}."]
     return []

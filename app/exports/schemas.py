@@ -20,7 +20,8 @@ class ExportRequest(Request):
     )
     type: ExportType | None = Field(
         None,
-        description="Type of the weights; null: as the base model, or a whole trained model, is stored. "
+        description="Type of the weights; null: the type in which the base model is stored, or the trained "
+        "model if it was saved whole. "
         "q8_0 (8 bits) only for gguf. Adapters stay as they were trained",
     )
 

@@ -15,8 +15,8 @@ from app.storage.session import Session
 from app.storage.tables import Delivery, Job, JobEvent
 
 WEBHOOK_EVENTS = ("succeeded", "failed", "cancelled", "paused")
-"""Events of the service and of workers that are delivered to webhooks. Those of trainers, such as a
-checkpoint, are stored by workers/ingest.py and are not."""
+"""Events of the service and of workers that are delivered to webhooks. Events of trainers,
+such as a checkpoint, are stored by workers/ingest.py and never delivered to webhooks."""
 
 
 def _insert_event(dialect: str) -> Any:

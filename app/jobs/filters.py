@@ -31,7 +31,7 @@ async def metadata_filters(request: Request) -> list[ColumnElement[bool]]:
     given = [(name, value) for name, value in request.query_params.items() if is_metadata_filter(name)]
     if len(given) > MOST_LABELS:
         raise Unprocessable(f"A job has at most {MOST_LABELS} metadata keys: give fewer.", field="metadata")
-    return [metadata_value(Job.labels, literal(name[9:-1])) == value for name, value in given]
+    return [metadata_value(Job.client_metadata, literal(name[9:-1])) == value for name, value in given]
 
 
 MetadataFilters = Annotated[list[ColumnElement[bool]], Depends(metadata_filters)]

@@ -214,7 +214,7 @@ def answer(job: Job) -> FineTuningJob:
         trained_tokens=job.result["trained_tokens"] if job.status == "succeeded" else None,
         estimated_finish=None if left is None else int(time.time() + left),
         error=FineTuningError(**job.error) if job.error else None,
-        metadata=job.labels,
+        metadata=job.client_metadata,
     )
 
 

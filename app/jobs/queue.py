@@ -299,7 +299,8 @@ def release(session: Session, fence: Fence, why: str) -> None:
 
 
 def postpone(session: Session, fence: Fence, why: str, wait_seconds: float) -> None:
-    """Returns a job that this machine could not continue to the queue; it is retried after `wait_seconds`."""
+    """Puts a job back into the queue because this machine could not continue it; it is retried after
+    `wait_seconds`."""
     _leave(session, fence, why, "warning", wait_seconds, Job.failures)
 
 

@@ -59,7 +59,8 @@ class Progress(ResponseModel):
     memory_peak_bytes: int | None = None
     eta_seconds: float | None = None
     prepared_samples: int | None = None
-    """Samples tokenised so far; null once training has begun."""
+    """Samples that are tokenised so far or, after that, scored by the reference model; null once training has
+    begun."""
     samples_to_prepare: int | None = None
     ranks: list[RankFigures] | None = None
     """What each of several devices has done; null with one device."""

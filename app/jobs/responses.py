@@ -42,7 +42,7 @@ def job_answer(waiting_reasons: WaitingReasons, job: Job) -> JobResponse:
         finished_at=_as_int(job.finished_at),
         model_name=job.model_name,
         user_id=job.user_id,
-        metadata=job.labels,
+        metadata=job.client_metadata,
         requirements=json.loads(job.requirements),
         priority=job.priority,
         attempt=job.attempt,

@@ -104,9 +104,9 @@ def _sqlite_version(version: tuple[int, int, int]) -> Finding:
         return Finding("SQLite", "ok", message)
     return Finding(
         "SQLite", "warning",
-        f"{message} works, but has the WAL-reset bug: in very rare cases, a write during another process's "
-        "checkpoint is lost. To avoid it, use a Python with SQLite 3.51.3 or newer, or PostgreSQL. Make "
-        "backups in any case (accrue backup)",
+        f"{message} works, but has the WAL-reset bug: in very rare cases, a write is lost if another process "
+        "copies SQLite's write-ahead log into the database at that moment. To avoid it, use a Python with "
+        "SQLite 3.51.3 or newer, or PostgreSQL. Make backups in any case (accrue backup)",
     )  # fmt: skip
 
 
@@ -157,8 +157,8 @@ def _queue(database: Database) -> Iterator[Finding]:
             f"{orphans} running without a worker: start one with accrue worker, and it continues them",
         )
     if refused:
-        yield Finding("profiles", "warning", f"{refused} models could not be simulated: their memory "
-                      "is predicted by formula")  # fmt: skip
+        yield Finding("profiles", "warning", f"{refused} training steps (model, options and length) "
+                      "could not be simulated: their memory is predicted by formula")  # fmt: skip
 
 
 def _gpus() -> Finding:

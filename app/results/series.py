@@ -53,8 +53,9 @@ class Evaluation(NamedTuple):
 def evaluations(
     where: Session | Connection, job_id: str, steps: Sequence[int] | None = None
 ) -> dict[int, Evaluation]:
-    """What each evaluation found, by step in order; if a step was evaluated twice, the later attempt's
-    counts. The operator's own metrics are also computed before the first step (at step 0) and after the last.
+    """What each evaluation found, by step in order; if a step was evaluated twice, the evaluation of
+    the later attempt is used. The operator's own metrics are also computed before the first step (at step 0)
+    and after the last.
 
     Args:
         steps: only those of these steps; None: all, of which there are at most `MAX_EVALUATIONS`.

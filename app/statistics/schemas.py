@@ -1,4 +1,4 @@
-"""Statistics, performance and devices on the wire."""
+"""Statistics and performance on the wire."""
 
 from typing import Any, Literal
 

@@ -72,7 +72,7 @@ class File(Owned, Base):
 
 
 class Job(Owned, Base):
-    """One training job. Only app/jobs/transitions.py changes its state."""
+    """One training job. Only app/jobs/transitions.py and the claim in app/jobs/queue.py change its state."""
 
     __tablename__ = "jobs"
     __table_args__ = (
@@ -96,9 +96,8 @@ class Job(Owned, Base):
 
     model_name: Mapped[str]
     user_id: Mapped[Any] = mapped_column(Json, nullable=True)
-    labels: Mapped[dict[str, Any]]
-    """The `metadata` of the submission; the labels that a worker must have are in `requirements`."""
-    """The client's metadata."""
+    client_metadata: Mapped[dict[str, Any]]
+    """The `metadata` of the submission."""
     config_id: Mapped[str | None] = mapped_column(ForeignKey("configurations.id", ondelete="SET NULL"))
     file_id: Mapped[str] = mapped_column(ForeignKey("files.id"))
     suffix: Mapped[str | None]

@@ -36,7 +36,8 @@ class RequestedDevices:
 def devices_of(
     inputs: PlanningInputs, requested: TrainingRequest, stored: int, settings: Settings
 ) -> RequestedDevices:
-    """The devices that the job is planned for: those named, else the first of the worker with the most.
+    """The devices that the job is planned for: those named, else the first devices of the first worker that
+    has enough (workers with GPUs first), or of the first worker if none has.
 
     Declared devices are used for planning as long as there is no worker.
 

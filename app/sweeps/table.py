@@ -20,8 +20,8 @@ _MAX_LISTED = 100
 _MAX_READ = 1000
 """The most jobs of one sweep that are read; each retry of a job is one more."""
 
-_name = metadata_value(Job.labels, literal(NAME_KEY))
-_values_text = metadata_value(Job.labels, literal(VALUES_KEY))
+_name = metadata_value(Job.client_metadata, literal(NAME_KEY))
+_values_text = metadata_value(Job.client_metadata, literal(VALUES_KEY))
 _NAME = re.compile(NAME)
 
 _NO_BEST = "their losses cannot be compared, since {} vary"
@@ -84,7 +84,7 @@ def table(name: str, jobs: Sequence[Job]) -> SweepResponse:
         jobs: in the order of their creation; at least one. If a job was trained again, the newest job with
             the same values counts.
     """
-    by_values = {job.labels[VALUES_KEY]: job for job in jobs}
+    by_values = {job.client_metadata[VALUES_KEY]: job for job in jobs}
     counted = list(by_values.values())
     rows = [_row(job) for job in counted]
     best, decided_by, why_no_best = _best(rows, counted)
@@ -115,7 +115,7 @@ def _row(job: Job) -> SweepJob:
 def _values(job: Job) -> dict[str, Any]:
     """The values of the fields that vary; empty if a client has written other metadata itself."""
     try:
-        found = json.loads(job.labels[VALUES_KEY])
+        found = json.loads(job.client_metadata[VALUES_KEY])
         json.dumps(found, allow_nan=False)
     except (ValueError, RecursionError):
         return {}

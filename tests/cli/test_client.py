@@ -63,7 +63,7 @@ def test_interrupting_watch_reports_that_the_job_continues(
             302,
             {"location": "https://login.example/\x1b[2J"},
             "",
-            "answered with status 302 and https://login",
+            "answered with status 302, a redirect to https://login",
         ),
         (500, {}, '{"detail": "\x1b]0;owned\x07no"}', "answered with status 500"),
         (500, {}, '{"detail": "\\u001b]0;owned\\u0007no"}', "]0;owned"),

@@ -291,7 +291,11 @@ def test_retrying_a_failed_job_creates_a_new_job(database: Database) -> None:
         again = transitions.get(session, lifecycle.retry(session, job_id).id)
         old = transitions.get(session, job_id)
         assert (again.status, old.status) == ("queued", "cancelled")
-        assert (again.spec, again.file_id, again.labels) == (old.spec, old.file_id, old.labels)
+        assert (again.spec, again.file_id, again.client_metadata) == (
+            old.spec,
+            old.file_id,
+            old.client_metadata,
+        )
         assert again.plan["predicted"]
 
 

@@ -53,14 +53,17 @@ def as_submission(question: dict[str, Any], files: dict[str, str]) -> dict[str, 
 def uploaded(client: TestClient) -> dict[str, str]:
     """For each objective, the id of a file that it can learn from."""
     pair = {"prompt": "Say", "chosen": " yes", "rejected": " no"}
-    lines: dict[str, dict[str, Any]] = {
-        "sft": {"text": "a text"},
-        "kto": {"prompt": "Say", "completion": " yes", "label": True},
-        **dict.fromkeys(("dpo", "orpo", "simpo"), pair),
+    classified = [{"text": "a text", "label": label} for label in (0, 1)]
+    lines: dict[str, list[dict[str, Any]]] = {
+        "sft": [{"text": "a text"}],
+        "kto": [{"prompt": "Say", "completion": " yes", "label": True}],
+        "classification": classified,
+        **dict.fromkeys(("dpo", "orpo", "simpo", "reward"), [pair]),
     }
     found = {}
-    for name, line in lines.items():
-        file = ("data.jsonl", (json.dumps(line) + "\n").encode() * 50)
+    for name, rows in lines.items():
+        whole = "".join(json.dumps(row) + "\n" for row in rows).encode()
+        file = ("data.jsonl", whole * (50 // len(rows)))
         answer = client.post("/v1/files", files={"file": file}, data={"purpose": "fine-tune"})
         found[name] = str(answer.json()["id"])
     return found

@@ -190,9 +190,14 @@ def in_order(table: Table) -> Any:
 
 
 def shared(rows: list[dict[str, Any]], earlier: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows without the columns that came later."""
+    """Rows without the columns that came later, and by their earlier names."""
     names = set(earlier[0]) if earlier else set()
-    return [{name: value for name, value in row.items() if name in names} for row in rows]
+    by_first_name = [{_FIRST_NAMES.get(name, name): value for name, value in row.items()} for row in rows]
+    return [{name: value for name, value in row.items() if name in names} for row in by_first_name]
+
+
+_FIRST_NAMES = {"client_metadata": "labels"}
+"""Columns that were renamed since the first release."""
 
 
 def test_a_migration_that_is_killed_is_done_by_the_next_process(

@@ -8,12 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from app.planning.families import FAMILIES, MULTIMODAL
 from tests.benchmarks.families import error_in_fp64
 from tests.harness.any_family import ALL, lay_any, make_any, small_config
+from tests.harness.preferences import objective_spec, preference_data, write_preferences
 from tests.harness.runs import small_data
 from tests.harness.specs import make_spec
 from tests.harness.training import events_of_kind, run_to_end
@@ -54,6 +59,34 @@ def test_a_family_without_a_rule_trains_exactly(tmp_path: Path, family: str) -> 
 @pytest.mark.parametrize("family", ["smollm3", "olmo3", "gpt_oss", "falcon_h1", "granite"])
 def test_splits_of_a_window_agree_in_fp64(family: str) -> None:
     assert error_in_fp64(make_any(small_config(family), torch.float64)) <= 1e-12
+
+
+@pytest.mark.thorough
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("family", ["qwen2", "gemma3", "mixtral", "qwen3_next", "gpt_oss", "opt"])
+def test_a_classifier_of_any_family_of_decoders_trains_exactly(tmp_path: Path, family: str) -> None:
+    write_preferences(tmp_path / "data.jsonl", "classification", 16)
+    data, objective = preference_data("classification", 16), objective_spec("classification")
+    run = lay_any(tmp_path / "run", family, SPEC.model_copy(update={"data": data, "objective": objective}))
+    outcome = run_to_end(run)
+    assert outcome.equivalence_error is not None
+    assert outcome.equivalence_error <= 1e-5
+    _, info = AutoModelForSequenceClassification.from_pretrained(run.model, output_loading_info=True)  # type: ignore[misc]
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("family", "why"),
+    [("bert", "one linear layer"), ("nanochat", "no class for sequence classification")],
+)
+def test_a_family_without_such_a_head_is_refused(tmp_path: Path, family: str, why: str) -> None:
+    write_preferences(tmp_path / "data.jsonl", "reward", 16)
+    data, objective = preference_data("reward", 16), objective_spec("reward")
+    run = lay_any(tmp_path / "run", family, SPEC.model_copy(update={"data": data, "objective": objective}))
+    with pytest.raises(CannotTrain, match=why):
+        run_to_end(run)
 
 
 @pytest.mark.thorough

@@ -6,7 +6,7 @@ from app.contract.inference import AnswerPart, ChoiceDelta
 
 
 def coalesced(parts: Sequence[AnswerPart]) -> AnswerPart:
-    """One part with what several add, in their order: one delta for each choice."""
+    """Merges consecutive parts of an answer into one part, with one delta for each choice."""
     deltas: dict[int, ChoiceDelta] = {}
     for part in parts:
         for delta in part.deltas:

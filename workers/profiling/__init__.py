@@ -1,1 +1,3 @@
-"""Profiles: how much memory a training step takes, simulated without the weights or measured for real."""
+"""Memory profiles of training steps, simulated without the weights or measured for real; and previews of
+data, made by the same process. What a job's `profile: true` writes with torch.profiler is in
+workers/training/torch_profile.py."""

@@ -210,7 +210,7 @@ def evaluate(training: TrainingRun) -> None:
     training.reporter.event(
         "evaluation",
         f"Validation loss {loss:.4f} at step {state.step}{', the best so far' if better else ''}"
-        f"{_what_is_right(found, rewards)}.",
+        f"{_what_is_right(found, rewards, classifies=bool(spec.data.classes))}.",
         step=state.step,
         loss=loss,
         token_accuracy=accuracy,
@@ -235,8 +235,10 @@ def evaluate(training: TrainingRun) -> None:
         )
 
 
-def _what_is_right(found: Evaluated, rewards: Rewards | None) -> str:
+def _what_is_right(found: Evaluated, rewards: Rewards | None, *, classifies: bool) -> str:
     """The end of a sentence on an evaluation: what the model gets right."""
+    if classifies:
+        return f"; {found.correct:.1%} of the texts are classified correctly"
     if rewards is None:
         whole = f", and every token of {found.exact:.1%} of the samples" if found.exact else ""
         return f"; {found.correct:.1%} of the tokens are predicted correctly{whole}"

@@ -244,7 +244,7 @@ class TokenLoss(nn.Module):
         assert self.head is not None
         output = backbone_of(self.model)(input_ids=batch.input_ids, **arguments)
         hidden, end = output.last_hidden_state[0], int(batch.target_positions[0])
-        return score_error(self.model, self.head.layer, hidden, batch.input_ids, end)
+        return score_error(self.model, self.head.layer, hidden, end, batch.input_ids, arguments)
 
     def _routed(self, output: Any) -> tuple[Tensor, ...]:
         return tuple(output.router_logits) if self._arguments else ()

@@ -107,15 +107,19 @@ def ends(sequences: Sequence[npt.NDArray[np.int32]], pad_id: int) -> npt.NDArray
 
 
 @torch.no_grad()
-def score_error(model: Any, layer: nn.Linear, hidden: Tensor, input_ids: Tensor, end: int) -> Tensor:
+def score_error(
+    model: Any, layer: nn.Linear, hidden: Tensor, end: int, input_ids: Tensor, arguments: dict[str, Any]
+) -> Tensor:
     """The largest difference between the scores of a sequence and those of the model itself, relative to the
     largest score or 1e-3.
 
     Args:
         hidden: the hidden states of the sequence, of shape (tokens, width).
+        end: where its score is read.
         input_ids: of shape (1, tokens).
+        arguments: of the model's forward pass.
     """
-    own: Tensor = model(input_ids=input_ids).logits[0].float()
+    own: Tensor = model(input_ids=input_ids, **arguments).logits[0].float()
     found = nn.functional.linear(hidden[end].to(layer.weight.dtype), layer.weight, layer.bias).float()
     if own.shape != found.shape:
         return own.new_full((), torch.inf)

@@ -120,14 +120,15 @@ def decide(training: TrainingRun, window: Indices, trained: TrainedWindow) -> No
 
 def _report_fixed_cost(training: TrainingRun, tokens: float) -> None:
     """Reports what a micro-batch was found to cost besides its tokens."""
-    worth = (
-        f"as much time as {tokens:,.0f} tokens"
+    message = (
+        f"Starting a micro-batch takes as much time as {tokens:,.0f} tokens: windows are cut accordingly."
         if tokens < fixed_cost.MOST
-        else "more time than any number of tokens"
+        else "Starting a micro-batch takes so much time compared with its tokens that each window is cut "
+        "into as few micro-batches as possible."
     )
     training.reporter.event(
         "fixed_cost",
-        f"Besides its own tokens, a micro-batch costs {worth}: windows are cut accordingly.",
+        message,
         tokens=tokens,
     )
 

@@ -24,14 +24,14 @@ const TERMS = {
   steps:
     "Micro-batches whose gradients are added up before the weights change. At a fixed effective batch, fewer steps mean larger micro-batches: more memory, not less.",
   objective:
-    "sft imitates texts, completions or chats. dpo, orpo and simpo learn from pairs of a chosen and a rejected answer; orpo and simpo need no reference model. kto learns from answers that are labelled as good or bad.",
+    "sft imitates texts, completions or chats. dpo, orpo and simpo learn from pairs of a chosen and a rejected answer; orpo and simpo need no reference model. kto learns from answers that are labelled as good or bad. reward trains a model that scores answers, from the same pairs; classification trains one that finds the label of a text.",
   epochs: "How many times training goes through the data. 3 is a good start for fine-tuning; watch the loss on held-out samples.",
-  rate: "How far each step moves the weights. If the field is empty: 5e-5 for full fine-tuning and 2e-4 for lora; for preferences, 1e-6 and 1e-5. With adamw, doubling the batch allows 1.4 times the rate. Several values, separated by commas, train a job for each: a sweep.",
+  rate: "How far each step moves the weights. If the field is empty: 5e-5 (lora and qlora: 2e-4); with dpo, orpo, simpo and kto 1e-6 (1e-5); with reward 1e-5 (1e-4). With adamw, doubling the batch allows 1.4 times the rate. Several values, separated by commas, train a job for each: a sweep.",
   validation:
     "A share of the samples that is held out of training: its loss shows whether the model learns or memorises. 0.1 is usual.",
-  loss: "The loss of each window (the effective batch of one step): in nats per token, averaged over its tokens, or with a preference objective over its samples; not over its micro-batches. It should fall quickly, then slowly.",
+  loss: "The loss of each window (the effective batch of one step): in nats per token, averaged over its tokens, or with another objective than sft over its samples; not over its micro-batches. It should fall quickly, then slowly.",
   rewards:
-    "beta times the log-ratio of an answer's probability to that by the model that the job started from (orpo, simpo: beta times its mean log-probability per token). Chosen answers should rise above rejected ones; if both fall far, lower the learning rate.",
+    "beta × log(p / p₀): p is the answer's probability under the trained model, and p₀ under the model that the job started from (orpo, simpo: beta × its mean log-probability per token; reward: the model's score). Chosen answers should rise above rejected ones; if both fall far, lower the learning rate.",
   learning_rate: "The learning rate of each step: first the warmup, then the schedule.",
   grad_norm:
     "The length of the whole window's gradient before clipping. Spikes come from unusual samples; steady growth means that the learning rate is too high.",
@@ -55,7 +55,7 @@ const TERMS = {
   completions:
     "Prompts from held-out samples: the trained model's completion, next to the base model's and the expected text. Those at evaluations show how it got there.",
   own_metrics:
-    "A metric of whoever runs this service: a program scores the completions of held-out prompts, before training and of the saved model.",
+    "A metric that the operator of this service has added: a program scores completions of held-out prompts, first by the model before training, then by the saved model.",
   noise: "Variance of the loss around its trend. A batch four times as large has about a quarter of it.",
 };
 

@@ -4,6 +4,7 @@ import { delay, download, get, post, remove, ServiceError } from "../api.js";
 import { announce, fill, h } from "../dom.js";
 import { bytes, number, percent } from "../format.js";
 import { help, select } from "../terms.js";
+import { scoresSequences } from "./jobs.js";
 
 const EVERY = 1000;
 
@@ -17,7 +18,7 @@ export function exportSection(job, signal) {
     [
       ["merged", "whole model (safetensors)"],
       ...(job.result.files.includes("adapter_config.json") ? [["adapter", "adapters alone"]] : []),
-      ["gguf", "GGUF"],
+      ...(scoresSequences(job) ? [] : [["gguf", "GGUF"]]),
     ],
     "merged",
   );
@@ -56,7 +57,7 @@ export function exportSection(job, signal) {
       h(
         "p",
         {},
-        `${bytes(made.bytes)}. The same token as the trained model in ${percent(agreement)} of ${number(tokens)} predictions `,
+        `${bytes(made.bytes)}. The same prediction as the trained model's in ${percent(agreement)} of ${number(tokens)} cases `,
         `on ${number(samples)} ${held ? "held-out" : "training"} samples.`,
       ),
       made.notes.map((note) => h("p", { class: "muted" }, note)),

@@ -7,7 +7,7 @@ import { bytes, dateTime, duration, fixed, number, percent } from "../format.js"
 import { help } from "../terms.js";
 import { actions } from "./actions.js";
 import { exportSection } from "./exports.js";
-import { badge, method, waitingReason } from "./jobs.js";
+import { badge, method, scoresSequences, waitingReason } from "./jobs.js";
 import { playground } from "./playground.js";
 
 export const TITLE = "Job";
@@ -339,6 +339,7 @@ async function showOutcome(outcome, job, signal) {
   const certificate =
     result.equivalence_error === null ? "not computed" : `relative difference ${result.equivalence_error.toExponential(1)}`;
   const noise = result.noise_scale;
+  const classifies = job.training_config.objective === "classification";
   fill(
     outcome,
     h("h2", {}, "Result"),
@@ -348,15 +349,19 @@ async function showOutcome(outcome, job, signal) {
       fact("Loss, first and last", `${fixed(result.first_loss)} → ${fixed(result.final_loss)}`, "loss"),
       result.eval_loss !== null && fact("Loss on held-out samples", fixed(result.eval_loss), "validation"),
       result.eval_token_accuracy !== null &&
-        fact("Tokens of held-out samples predicted correctly", percent(result.eval_token_accuracy)),
+        fact(
+          classifies ? "Held-out texts classified correctly" : "Tokens of held-out samples predicted correctly",
+          percent(result.eval_token_accuracy),
+        ),
       typeof result.eval_exact_match === "number" &&
+        !classifies &&
         fact("Held-out samples predicted entirely", percent(result.eval_exact_match)),
       typeof result.eval_rewards?.accuracy === "number" &&
         fact("Held-out pairs in the right order", percent(result.eval_rewards.accuracy), "rewards"),
       typeof result.eval_rewards?.margin === "number" &&
         fact("Margin between rewards, held-out", fixed(result.eval_rewards.margin), "rewards"),
       ownMetrics(evaluations),
-      fact("Target tokens trained on", number(result.trained_tokens)),
+      fact(classifies ? "Texts trained on" : "Target tokens trained on", number(result.trained_tokens)),
       fact("Gradient check", certificate, "certificate"),
       noise && fact("Noise scale", formatNoiseScale(noise), "noise_scale"),
       fact("Samples a second", number(stats.samples_per_second)),
@@ -380,7 +385,7 @@ async function showOutcome(outcome, job, signal) {
         h("button", { type: "button", onclick: () => download(`${path}/profile/trace.json`, `${job.id}-trace.json`) }, "Trace"),
       h("a", { href: `#/recommendations?training_id=${job.id}` }, "What to choose next"),
     ),
-    result.model_path && playground(job, signal),
+    result.model_path && !scoresSequences(job) && playground(job, signal),
     result.model_path && exportSection(job, signal),
     completions.data.length ? h("div", { class: "samples" }, samples(completions.data)) : null,
   );

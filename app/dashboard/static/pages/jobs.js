@@ -156,6 +156,9 @@ export function method({ training_config: { method = "full" } }) {
   return typeof method === "string" ? method : Object.keys(method)[0];
 }
 
+/** Whether a job's model scores whole texts, so that it predicts no tokens. */
+export const scoresSequences = (job) => ["classification", "reward"].includes(job.training_config.objective);
+
 /** A job's objective and method, as far as they are not the usual ones. */
 export function kind(job) {
   const { objective } = job.training_config;

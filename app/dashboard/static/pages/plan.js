@@ -274,7 +274,10 @@ function makeInputs(chosen) {
     micro: whole("micro"),
     steps: whole("steps"),
     file: h("select", {}),
-    objective: select([["", "by the data"], ["sft", "sft: imitate"], "dpo", "orpo", "simpo", "kto"], at("objective")),
+    objective: select(
+      [["", "by the data"], ["sft", "sft: imitate"], "dpo", "orpo", "simpo", "kto", "reward", "classification"],
+      at("objective"),
+    ),
     epochs: whole("epochs"),
     rate: text("rate"),
     validation: text("validation", { inputmode: "decimal", placeholder: "0.1" }),
@@ -298,14 +301,16 @@ function nonDefaults(values) {
 
 /** The objective: the chosen one, or that which the service uses for data of this format. */
 function objectiveFor({ objective }, format) {
-  return objective || ({ preference: "dpo", unpaired_preference: "kto" }[format] ?? "sft");
+  return objective || ({ preference: "dpo", unpaired_preference: "kto", classification: "classification" }[format] ?? "sft");
 }
+
+/** The learning rates of objectives other than preferences, for full fine-tuning and for adapters. */
+const RATES = { sft: ["5e-5", "2e-4"], classification: ["5e-5", "2e-4"], reward: ["1e-5", "1e-4"] };
 
 /** The learning rate that the service uses if none is given. */
 function usualRate({ method, ...values }, format) {
-  const imitates = objectiveFor(values, format) === "sft";
-  if (method === "full") return imitates ? "5e-5" : "1e-6";
-  return imitates ? "2e-4" : "1e-5";
+  const [full, adapters] = RATES[objectiveFor(values, format)] ?? ["1e-6", "1e-5"];
+  return method === "full" ? full : adapters;
 }
 
 const whole = (text) => (/^[1-9]\d{0,8}$/.test(text) ? Number(text) : null);
@@ -549,7 +554,7 @@ function showSpeed(answer, limit, speed) {
     hover: points.hover,
   };
   speed.draw([points, own], {
-    summary: `${alternatives.length} alternatives; the smallest needs ${bytes(Math.min(...alternatives.map((way) => way.peak_process_bytes)))}.`,
+    summary: `${alternatives.length} settings, the plan included; the one that needs least memory takes ${bytes(Math.min(...alternatives.map((way) => way.peak_process_bytes)))}.`,
     shapes: [horizontalLine(limit / 2 ** 30, "bad")],
   });
 }
