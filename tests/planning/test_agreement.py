@@ -58,7 +58,7 @@ def uploaded(client: TestClient) -> dict[str, str]:
         "sft": [{"text": "a text"}],
         "kto": [{"prompt": "Say", "completion": " yes", "label": True}],
         "classification": classified,
-        **dict.fromkeys(("dpo", "orpo", "simpo", "reward"), [pair]),
+        **{name: [pair] for name in ("dpo", "orpo", "simpo", "reward")},
     }
     found = {}
     for name, rows in lines.items():

@@ -14,6 +14,7 @@ import torch
 
 from app.contract.objective import OtherObjectiveName
 from tests.harness.preferences import gradients_of, objective_spec, preference_samples
+from workers.training.auto_class import auto_class
 from workers.training.data import Samples
 from workers.training.tiny_gpt2 import make_model, make_tokenizer
 
@@ -51,6 +52,11 @@ def _trainer(name: OtherObjectiveName, folder: Path, model: Any, reference: Any,
         from trl import KTOConfig, KTOTrainer
 
         return KTOTrainer(model, reference, args=KTOConfig(**_settings(folder, beta=0.1)), **own)
+    if name == "reward":
+        from trl import RewardConfig, RewardTrainer
+
+        given = _settings(folder, center_rewards_coefficient=0.1)
+        return RewardTrainer(model, args=RewardConfig(**given), **own)
     if name == "orpo":
         from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
@@ -86,22 +92,33 @@ def _trained(model: Any, samples: Samples) -> Any:
     return model
 
 
-@pytest.mark.parametrize("name", ["dpo", "orpo", "simpo", "kto"])
+@pytest.mark.parametrize("name", ["dpo", "orpo", "simpo", "kto", "reward"])
 def test_the_loss_is_that_of_trl(tmp_path: Path, name: OtherObjectiveName) -> None:
-    samples = preference_samples(tmp_path, objective_spec(name), COUNT)
+    given = {"center_rewards_coefficient": 0.1} if name == "reward" else {}
+    spec = objective_spec(name, **given)
+    samples = preference_samples(tmp_path, spec, COUNT)
     rows = [json.loads(line) for line in (tmp_path / "preferences.jsonl").read_text().splitlines()]
-    base, model = make_model().eval(), _trained(make_model().eval(), samples)
+    base = make_model().eval()
+    model = _trained(make_model().eval(), samples) if not spec.scores_sequences else _with_scores()
     trainer = _trainer(name, tmp_path / "trl", model, base, rows)
     (inputs,) = list(trainer.get_train_dataloader())
     _check_tokens(name, inputs, samples)
     trainer.model.eval()
     theirs = trainer.compute_loss(trainer.model, inputs).detach().item()
-    samples.begin_objective(objective_spec(name), _reference(base, samples))
+    samples.begin_objective(spec, None if spec.scores_sequences else _reference(base, samples))
     if name == "kto":
         assert trainer._metrics["eval"]["kl"][-1] > 0
     ours, _, _ = gradients_of(model, samples, [[each] for each in range(COUNT)], chunk=16)
     print(f"\n{name}: TRL {theirs:.9f}, here {ours:.9f}, apart {abs(theirs - ours):.1e}")
     assert ours == pytest.approx(theirs, abs=_ROUNDING)
+
+
+def _with_scores() -> Any:
+    """A model that scores sequences, with rewards that differ."""
+    tokenizer, config = make_tokenizer(), make_model().config
+    config.num_labels, config.pad_token_id, config.initializer_range = 1, tokenizer.pad_token_id, 0.3
+    torch.manual_seed(0)
+    return auto_class(config, scores=True).from_config(config).eval()
 
 
 def _check_tokens(name: OtherObjectiveName, inputs: Any, samples: Samples) -> None:
