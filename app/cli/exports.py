@@ -125,12 +125,14 @@ def _show(made: dict[str, Any], target: Path) -> None:
     kind = ", ".join(filter(None, [made["format"], made["type"]]))
     typer.echo(f"{target}: {made['bytes'] / 2**20:,.1f} MiB, {kind}")
     typer.echo(
-        f"compared with the trained model: the same token in {checked['agreement']:.2%} of "
+        f"compared with the trained model: the same in {checked['agreement']:.2%} of "
         f"{checked['tokens']:,} predictions on {checked['samples']} {where}{near}"
     )
     for note in made["notes"]:
         typer.echo(note)
     if made["pushed_to"]:
         typer.echo(f"pushed to {made['pushed_to']}")
-    for command in filter(None, (made["commands"]["vllm"], made["commands"]["ollama"])):
+    commands = made["commands"]
+    servers = [each for each in (commands["vllm"], commands["ollama"]) if each]
+    for command in servers or [commands["transformers"]]:
         typer.echo(f"  {command.replace('DIR', str(target))}")

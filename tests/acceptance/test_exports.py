@@ -56,7 +56,7 @@ def test_the_command_downloads_a_model_that_agrees(working: Accrue, adapted: str
     folder = tmp_path / "exported"
     done = working.command("export", adapted, "--output", str(folder))
     assert done.returncode == 0, done.stderr
-    assert "compared with the trained model: the same token in" in done.stdout
+    assert "compared with the trained model: the same in" in done.stdout
     assert "held-out samples" in done.stdout
     assert f"vllm serve {folder}" in done.stdout
     assert {"model.safetensors", "config.json", "tokenizer.json", "chat_template.jinja", "Modelfile"} <= {

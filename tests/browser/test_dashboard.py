@@ -175,7 +175,7 @@ def test_a_model_is_exported(page: Page, trained: list[str]) -> None:
     section = page.get_by_role("region", name="Export")
     section.get_by_label("Weights").select_option("bf16")
     section.get_by_role("button", name="Export").click()
-    expect(section.get_by_text(re.compile("The same token as the trained model in"))).to_be_visible(
+    expect(section.get_by_text(re.compile("It predicts the same as the trained model in"))).to_be_visible(
         timeout=MINUTES
     )
     expect(section).to_contain_text("vllm serve")

@@ -57,7 +57,7 @@ export function exportSection(job, signal) {
       h(
         "p",
         {},
-        `${bytes(made.bytes)}. The same prediction as the trained model's in ${percent(agreement)} of ${number(tokens)} cases `,
+        `${bytes(made.bytes)}. It predicts the same as the trained model in ${percent(agreement)} of ${number(tokens)} cases, `,
         `on ${number(samples)} ${held ? "held-out" : "training"} samples.`,
       ),
       made.notes.map((note) => h("p", { class: "muted" }, note)),
