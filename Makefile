@@ -8,7 +8,10 @@ STAMP := $(VENV)/.installed
 DATABASE_TESTS := $(addprefix tests/, datasets devices inference jobs memory_profiles models/test_trained_models.py observability planning/test_calculators.py \
 	profiling/test_previews.py regressions results security statistics storage submissions sweeps web webhooks workers)
 
-.PHONY: help setup demo test test-all test-rest test-slow test-trl test-faults test-gpu test-fuzz test-browser test-images soak accuracy bench-trainer bench-queue bench-api bench-dashboard bench-memory bench-variance bench-devices bench-data bench-durations bench-inference families serve check format migrate clean
+TOOLS := trl==1.16.0 datasets dill multiprocess pandas python-dateutil xxhash axolotl==0.19.0 addict llamafactory==0.9.5 \
+	fire termcolor torchtune==0.6.1 torchao==0.9.0 omegaconf antlr4-python3-runtime==4.9.3 sentencepiece tiktoken blobfile \
+	lxml pycryptodomex nemo-automodel==0.7.0 torchdata kubeflow-trainer-api==2.3.0
+.PHONY: help setup demo test test-all test-rest test-slow test-trl test-tools test-faults test-gpu test-fuzz test-browser test-images soak accuracy bench-trainer bench-queue bench-api bench-dashboard bench-memory bench-variance bench-devices bench-data bench-durations bench-inference families serve check format migrate clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -41,6 +44,12 @@ test-rest: $(STAMP) ## Run the tests that `make test` leaves out
 test-trl: $(STAMP) ## Install TRL if it is missing, and compare the losses of preference objectives with its own
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[trl]'
 	$(BIN)/python -m pytest -s tests/training/test_against_trl.py
+
+test-tools: $(STAMP) ## Install other training tools into .tools, and let them read the configurations written for them
+	test -d .tools || $(BIN)/python -m venv .tools
+	$(BIN)/python -c "import site; print(site.getsitepackages()[0])" > "$$(.tools/bin/python -c 'import site; print(site.getsitepackages()[0])')/accrue.pth"
+	.tools/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(TOOLS)
+	.tools/bin/python -m pytest tests/planning/test_tools_read_configs.py
 
 test-faults: $(STAMP) ## Inject the faults that take long, on SQLite and on PostgreSQL (about 40 minutes)
 	$(BIN)/python -m pytest --faults tests/acceptance/test_every_fault.py tests/acceptance/test_faults.py tests/acceptance/test_rank_faults.py

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import quote
 
 import typer
 
@@ -259,6 +260,13 @@ def plan(
     ] = "adamw",
     precision: Annotated[str | None, typer.Option(help="bf16, fp16, no, tf32 or pure_bf16")] = None,
     checkpointing: Annotated[bool, typer.Option(help="Gradient checkpointing")] = False,
+    emit: Annotated[
+        str | None,
+        typer.Option(
+            help="Print a configuration of another tool instead, with the same effective batch: trl, "
+            "axolotl, llamafactory, torchtune, nemo (NeMo AutoModel) or kubeflow (a TrainJob that runs TRL)"
+        ),
+    ] = None,
     wait: Annotated[
         float,
         typer.Option(
@@ -285,6 +293,10 @@ def plan(
         "wait_seconds": wait,
     }
     with Client(url) as client:
+        if emit is not None:
+            made = client.post(f"/gradient-accumulation/tool-configs/{quote(emit)}", without_none(body))
+            _show_config(made, as_json)
+            return
         answer = client.post("/gradient-accumulation/calculate-batch-size", without_none(body))
     if as_json:
         typer.echo(json.dumps(answer, indent=2))
@@ -342,6 +354,13 @@ def submit_file(
             with suppress(ServiceError):
                 client.delete(f"/v1/files/{uploaded}")
     return answer
+
+
+def _show_config(made: dict[str, Any], as_json: bool) -> None:
+    """Prints another tool's configuration, so that it can be redirected into a file."""
+    typer.echo(json.dumps(made, indent=2) if as_json else made["content"], nl=as_json)
+    for warning in made["warnings"]:
+        typer.echo(f"warning: {warning}", err=True)
 
 
 def _text(file: Path) -> str:

@@ -29,7 +29,7 @@ class _Found(NamedTuple):
     """A checkpoint's step and name; None for the model that the job saved at its end."""
 
 
-def _is_trained(name: str) -> bool:
+def is_trained(name: str) -> bool:
     """Whether a name means a model of an earlier job."""
     return name.startswith(("ft:", "ftjob-"))
 
@@ -45,7 +45,7 @@ def find_for_training(
     Raises:
         Unprocessable: there is no such model; the message says which exist.
     """
-    if not _is_trained(name):
+    if not is_trained(name):
         return base_models.find_for_training(name, settings)
     with database.reading() as session:
         found = _find(session, settings, name)
@@ -60,7 +60,7 @@ def find_for_planning(name: str, database: Database, settings: Settings) -> Plan
     Raises:
         Unprocessable: as in `find_for_training`.
     """
-    if _is_trained(name):
+    if is_trained(name):
         return find_for_training(name, database, settings)[1]
     return base_models.find_for_planning(name, settings)
 

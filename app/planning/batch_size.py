@@ -22,6 +22,7 @@ from app.memory_profiles.profiles import ProfileKey
 from app.models import base_models, starting_models
 from app.planning.defaults import DEFAULT_MAX_LENGTH, memory_limits, method_spec
 from app.planning.devices import GIB, MIB, Device, common_name, parse_declared
+from app.planning.learning_rate import rate_for
 from app.planning.memory import OPTIMIZER_STATES
 from app.planning.planner import Question
 from app.planning.recipes import make_recipe, unsupported
@@ -29,7 +30,11 @@ from app.planning.responses import RawQuestion, answer, answer_raw, change_to_si
 from app.planning.schemas import (
     BatchSizeRequest,
     BatchSizeResponse,
+    ToolConfigRequest,
+    ToolConfigResponse,
 )
+from app.planning.tool_configs import Tool, config_for
+from app.planning.tool_configs.job import NotExpressible, ToolJob, split_evenly
 from app.settings import Settings
 from app.storage.database import Database
 from app.storage.waits import WaitLimiter
@@ -122,6 +127,65 @@ def _answered(
         known = profiles.known(session, base.architecture, common_name(question.devices))
         warnings = [*looked_up.warnings, *profile_warnings]
         return answer(question, known, looked_up.model_name, warnings)
+
+
+async def configure_tool(
+    request: Request, tool: Tool, requested: ToolConfigRequest, settings: Settings, database: Database
+) -> ToolConfigResponse:
+    """Another tool's configuration for what the calculator plans.
+
+    Raises:
+        Unprocessable: not even one sample fits, the batch cannot be split evenly, or the tool cannot train
+            this.
+    """
+    assert requested.target_effective_batch_size is not None
+    if starting_models.is_trained(requested.model_name or ""):
+        raise Unprocessable(
+            "Other tools do not know the names of models that were trained here: export the model, "
+            "and put the folder's path into the configuration of its base model.",
+            field="model_name",
+        )
+    answered = await calculate(request, requested, settings, database)
+    if not answered.fits:
+        raise Unprocessable(f"No configuration is written. {answered.explanation}", field="model_name")
+    question = (await to_thread.run_sync(_look_up, requested, settings, database)).question
+    method = method_spec(requested.method)
+    rate = requested.learning_rate or rate_for(requested.objective, adapters=method.lora is not None)
+    try:
+        split = split_evenly(
+            requested.target_effective_batch_size,
+            len(question.devices),
+            max(1, answered.actual_batch_size_per_gpu),
+        )
+        found = config_for(
+            tool,
+            ToolJob(
+                model=requested.model_name or "",
+                objective=requested.objective,
+                method=method,
+                split=split,
+                precision=question.recipe.precision,
+                optimizer=requested.optimizer,
+                gradient_checkpointing=requested.gradient_checkpointing,
+                max_length=question.sequence,
+                learning_rate=rate,
+                epochs=requested.epochs,
+                data=requested.data,
+            ),
+        )
+    except NotExpressible as error:
+        raise Unprocessable(f"{error}.", field="tool") from None
+    return ToolConfigResponse(
+        tool=tool,
+        content=found.content,
+        file_name=found.file_name,
+        command=found.command,
+        effective_batch_size=split.effective_batch,
+        micro_batch_size=split.micro_batch,
+        accumulation_steps=split.steps,
+        devices=split.devices,
+        warnings=answered.warnings,
+    )
 
 
 def _recipe(requested: BatchSizeRequest, device: Device) -> Recipe:

@@ -10,7 +10,7 @@ from app.contract.accumulation import MAX_ACCUMULATION_STEPS
 from app.contract.spec import OptimizerName
 from app.errors import Unprocessable
 from app.planning import learning_rate
-from app.planning.batch_size import calculate
+from app.planning.batch_size import calculate, configure_tool
 from app.planning.learning_rate import Rule
 from app.planning.schemas import (
     AccumulationStepsResponse,
@@ -18,8 +18,11 @@ from app.planning.schemas import (
     BatchSizeResponse,
     EffectiveBatchResponse,
     LearningRateResponse,
+    ToolConfigRequest,
+    ToolConfigResponse,
 )
 from app.planning.split import split_over
+from app.planning.tool_configs import Tool
 from app.web.dependencies import CurrentDatabase, CurrentSettings
 from app.web.json_bodies import AnyContentTypeRoute
 
@@ -91,6 +94,20 @@ async def get_batch_size(
         field = ".".join(map(str, first["loc"])) or "query"
         raise Unprocessable(f"{field}: {first['msg']}.", field=field) from None
     return await calculate(request, requested, settings, database)
+
+
+@router.post("/tool-configs/{tool}", summary="A configuration of another tool with the same effective batch")
+async def tool_config(
+    request: Request,
+    tool: Tool,
+    requested: ToolConfigRequest,
+    settings: CurrentSettings,
+    database: CurrentDatabase,
+) -> ToolConfigResponse:
+    """Plans as calculate-batch-size does, and writes what trl, axolotl, llamafactory, torchtune, nemo (NeMo
+    AutoModel) or kubeflow (a TrainJob that runs TRL) need to train the same effective batch, in the largest
+    equal micro-batches of at most the planned size."""
+    return await configure_tool(request, tool, requested, settings, database)
 
 
 @router.post("/calculate-effective-batch-size", summary="Micro-batch × steps × devices")

@@ -11,6 +11,7 @@ from app.contract.model_reference import StartingModel
 from app.contract.objective import ObjectiveName
 from app.contract.plan import Alternative, Source
 from app.planning.memory import Memory
+from app.planning.tool_configs import Tool
 
 
 class BatchSizeRequest(Request):
@@ -99,6 +100,40 @@ class BatchSizeRequest(Request):
         assert sample is not None
         assert available is not None
         return weights, sample, available
+
+
+class ToolConfigRequest(BatchSizeRequest):
+    """Requests a configuration of another tool, for what the calculator plans."""
+
+    learning_rate: float | None = Field(
+        None, ge=1e-12, le=100, description="null: the default of a job with this objective and method"
+    )
+    epochs: int = Field(3, ge=1, le=10_000)
+    data: Annotated[str, StringConstraints(min_length=1, max_length=1000, pattern=r"^[^\x00-\x1f]+$")] = (
+        Field("data.jsonl", description="The training data, as the tool will find it")
+    )
+
+    @model_validator(mode="after")
+    def _names_model_and_batch(self) -> "ToolConfigRequest":
+        if self.model_name is None:
+            raise ValueError("model_name is missing: a configuration names its model")
+        if self.target_effective_batch_size is None:
+            raise ValueError(
+                "target_effective_batch_size is missing: give the batch that the tool is to train"
+            )
+        return self
+
+
+class ToolConfigResponse(ResponseModel):
+    tool: Tool
+    content: str = Field(description="The file; for torchtune, a command")
+    file_name: str
+    command: str = Field(description="What runs it")
+    effective_batch_size: int = Field(description="micro_batch_size × accumulation_steps × devices")
+    micro_batch_size: int
+    accumulation_steps: int
+    devices: int
+    warnings: list[str]
 
 
 class DeviceSplit(ResponseModel):
