@@ -9,7 +9,7 @@ AccrueError
 ├── Unauthorized    401   no API key, or an invalid one
 ├── NotFound        404
 │   └── UnknownModel      no model has that name
-├── Conflict        409   the job's state does not allow the operation, and retrying does not help
+├── Conflict        409   the current state (of a job, a file, the workers, …) does not allow the operation
 ├── TooLarge        413
 ├── TooManyRequests 429   a key has reached its rate limit, or its limit of concurrent requests
 ├── QuotaExceeded   429   a key has too many waiting jobs, or too many stored bytes

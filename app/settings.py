@@ -10,7 +10,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from sqlalchemy import make_url
 from sqlalchemy.exc import ArgumentError
 
-from app.contract.labels import parse_labels
+from app.contract.worker_labels import parse_labels
 from app.errors import BadSetting
 from app.planning.devices import Device, parse_declared
 
@@ -97,7 +97,7 @@ class Settings(BaseSettings):
     poll_seconds: float = Field(
         0.5,
         gt=0,
-        description="Seconds between two checks of a worker for new jobs and for output of its running ones",
+        description="How often, in seconds, a worker looks for new jobs and for output of its running ones",
     )
     stop_grace_seconds: float = Field(
         30.0,

@@ -11,7 +11,7 @@ import structlog
 
 from app.contract.assignment import Assignment
 from app.contract.fail_points import fail_point
-from app.contract.metric_names import metric_programs
+from app.contract.metric_programs import metric_programs
 from app.contract.plan import Plan
 from app.contract.spec import Spec
 from app.datasets import lengths

@@ -35,7 +35,7 @@ def export(
         typer.Option(
             "--type",
             help="Type of the weights: fp32, bf16, fp16, or for gguf q8_0; default: the type in which the "
-            "base model is stored, or the trained model if it was saved whole",
+            "base model is stored; if the trained model was saved whole, that in which it is stored",
             show_default=False,
         ),
     ] = None,

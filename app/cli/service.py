@@ -44,7 +44,7 @@ def serve() -> None:
     from app.settings import LOOPBACK, get_settings
     from app.storage.migrations import migrate
     from app.web.connections import raise_connection_limit
-    from app.web.supervised_protocol import SupervisedProtocol
+    from app.web.http_connections import LimitedHttpProtocol
 
     end_with_parent()
     settings = get_settings()
@@ -64,7 +64,7 @@ def serve() -> None:
         log_config=None,
         access_log=False,
         timeout_graceful_shutdown=_STREAMS_END_SECONDS,
-        http=SupervisedProtocol,
+        http=LimitedHttpProtocol,
         ws="none",
         limit_concurrency=raise_connection_limit(),
         proxy_headers=bool(settings.trusted_proxies),

@@ -1,4 +1,5 @@
-"""Tables of jobs, models, files and devices for the terminal."""
+"""Tables for the terminal: comparisons, sweeps, completions, previews, models, files, keys and devices. The
+list of jobs is in terminal.py."""
 
 import json
 import time

@@ -276,13 +276,17 @@ def _line(job: dict[str, Any]) -> str:
     )
 
 
-def _accuracy(result: dict[str, Any]) -> str:
+def _accuracy(result: dict[str, Any], *, classifies: bool) -> str:
     share, rewards = result["eval_token_accuracy"], result.get("eval_rewards") or {}
     if rewards.get("accuracy") is not None:
         return f" ({rewards['accuracy']:.1%} of their pairs in the right order)"
     exact = result.get("eval_exact_match")
-    whole = f", {exact:.1%} of them entirely" if exact else ""
-    return "" if share is None else f" ({share:.1%} of their tokens predicted correctly{whole})"
+    if share is None:
+        return ""
+    if classifies:
+        return f" ({share:.1%} of the texts classified correctly)"
+    whole = f", every token in {exact:.1%} of the samples" if exact else ""
+    return f" ({share:.1%} of their target tokens predicted correctly{whole})"
 
 
 def _show_end(job: dict[str, Any], tokens_per_second: float | None = None) -> int:
@@ -291,7 +295,7 @@ def _show_end(job: dict[str, Any], tokens_per_second: float | None = None) -> in
         console.print(
             f"succeeded: loss {_number(result['first_loss'])} → {_number(result['final_loss'])}"
             + (f", {_number(result['eval_loss'])} on held-out samples" if result["eval_loss"] else "")
-            + _accuracy(result)
+            + _accuracy(result, classifies=job["training_config"].get("objective") == "classification")
             + f"; trained on {result['trained_tokens']:,} target tokens"
             + (f", {tokens_per_second:,.0f} input tokens/s on average" if tokens_per_second else ""),
             highlight=False,

@@ -40,7 +40,8 @@ class ExportOrder(Frozen):
     """The model's name, for commands."""
     format: ExportFormat
     type: ExportType | None
-    """None: the type in which the base model is stored, or the trained model if it was saved whole."""
+    """None: the type in which the base model is stored; if the trained model was saved whole, that in which
+    it is stored."""
     data: DataSpec
     """The samples to compare on: the job's held-out samples, or if it has none, its training samples."""
     data_file: str

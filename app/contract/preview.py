@@ -54,7 +54,10 @@ class Lengths(ResponseModel):
     shortest: int
     median: float = Field(ge=0, allow_inf_nan=False)
     mean: float = Field(ge=0, allow_inf_nan=False)
-    longest: int = Field(description="Of those measured, and of the file's longest lines in bytes")
+    longest: int = Field(
+        description="Tokens of the longest example, among those measured and those on the lines with "
+        "the most bytes"
+    )
     over_max_length: int = Field(description="Examples longer than max_length, to be cut, split or rejected")
     without_targets: int = Field(description="Examples without a target token within max_length")
     kept: float | None = Field(

@@ -122,7 +122,7 @@ class TuningStep(Frozen):
 class Rewards(Frozen):
     """Means over pairs, or over labelled answers (of which the desirable ones are `chosen`, the others
     `rejected`). A reward is β times an answer's log-ratio to the reference model (dpo, kto), or β times its
-    mean log-probability per token (orpo, simpo)."""
+    mean log-probability per token (orpo, simpo), or the model's score (reward)."""
 
     chosen: Number | None
     """Of the chosen or desirable answers."""
@@ -200,7 +200,7 @@ class LogLine(Frozen):
     reserved_gb: Number | None = None
     """The most memory so far that PyTorch's allocator held on a GPU, in GiB; null on a CPU."""
     rewards: Rewards | None = None
-    """What a preference objective measured; null for supervised fine-tuning."""
+    """What a preference objective, or reward, measured; null with others."""
 
 
 class WindowProgress(Frozen):
@@ -338,16 +338,16 @@ class Outcome(Frozen):
     trained_tokens: TokenTotal
     effective_batch_size: Count
     eval_loss: Number | None = None
-    """Mean over the validation set's target tokens (or samples, with a preference objective), of the model as
-    saved."""
+    """Mean over the validation set's target tokens (or samples, with other objectives than sft), of the
+    model as saved."""
     eval_token_accuracy: Number | None = None
     """The share of these tokens that are the model's most likely next token; null with a preference
     objective."""
     eval_exact_match: Number | None = None
     """The share of held-out samples of which every target is the most likely next token, so that greedy
-    decoding would give exactly the expected answer; null with a preference objective."""
+    decoding would give exactly the expected answer; null with a preference objective or reward."""
     eval_rewards: Rewards | None = None
-    """What a preference objective measured on the validation set; null for supervised fine-tuning."""
+    """What a preference objective, or reward, measured on the validation set; null with others."""
     best_step: Count | None = None
     """The step with the lowest validation loss."""
     equivalence_error: Number | None = None

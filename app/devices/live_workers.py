@@ -6,7 +6,7 @@ from types import MappingProxyType
 
 from sqlalchemy import delete, or_, select
 
-from app.contract.labels import meets
+from app.contract.worker_labels import meets
 from app.planning.devices import Device
 from app.storage.database import database_now
 from app.storage.session import Session
@@ -40,8 +40,8 @@ def any_alive(session: Session) -> bool:
 
 
 def devices_by_worker(session: Session, requirements: Mapping[str, str] = _NO_LABELS) -> list[list[Device]]:
-    """The devices of each live worker that has any, and the required labels: first of those with GPUs, then
-    of those with the most devices."""
+    """The devices of each live worker that has devices and the required labels. Workers with GPUs come first;
+    within each kind, those with more devices come first."""
     alive = select(Worker).where(Worker.heartbeat_at > database_now() - SILENT_SECONDS).order_by(Worker.id)
     found = [
         [Device(**device) for device in worker.devices]

@@ -13,8 +13,8 @@ from app.planning.devices import GIB
 from app.storage.database import database_now
 from app.storage.session import OF_EVERYONE
 from app.storage.tables import Job, Worker
+from app.web.database_sessions import SessionRoute
 from app.web.dependencies import CurrentSettings, Reading
-from app.web.sessions import SessionRoute
 
 ANOTHER_KEYS_JOB = "another key's job"
 

@@ -24,6 +24,7 @@ from app.models import starting_models, trained_models
 from app.results import run_files
 from app.storage.session import Session
 from app.storage.tables import Export
+from app.web.database_sessions import SessionRoute
 from app.web.dependencies import (
     CurrentDatabase,
     CurrentSettings,
@@ -33,7 +34,6 @@ from app.web.dependencies import (
     StreamOf,
     Writing,
 )
-from app.web.sessions import SessionRoute
 
 router = APIRouter(prefix="/training", tags=["training"], route_class=SessionRoute)
 

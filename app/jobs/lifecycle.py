@@ -9,10 +9,10 @@ from typing import Any
 
 from sqlalchemy import JSON, and_, delete, func, insert, select
 
-from app.contract.labels import no_worker_warning
 from app.contract.plan import Plan
 from app.contract.spec import Spec
 from app.contract.states import ENDED, RequestedAction
+from app.contract.worker_labels import no_worker_warning
 from app.errors import Conflict
 from app.jobs import parent_jobs
 from app.jobs.events import is_recorded, record_event

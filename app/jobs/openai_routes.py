@@ -38,6 +38,7 @@ from app.submissions import admission, openai_requests, quota
 from app.submissions.admission import AdmittedRequest
 from app.submissions.handler import SubmissionHandler, submit
 from app.submissions.idempotency import IdempotentRequest
+from app.web.database_sessions import SessionRoute
 from app.web.dependencies import (
     After,
     CurrentDatabase,
@@ -51,7 +52,6 @@ from app.web.dependencies import (
     slowly_of,
 )
 from app.web.pagination import page, page_of
-from app.web.sessions import SessionRoute
 
 router = APIRouter(prefix="/v1/fine_tuning/jobs", tags=["OpenAI: fine-tuning"], route_class=SessionRoute)
 

@@ -107,7 +107,8 @@ def needs(
         devices: the worker's devices, free or not.
         most: jobs that need more devices than this can train on fewer.
         labels: the worker's.
-        shrinkable: so can jobs with these requirements that need more than `of_worker`.
+        shrinkable: label requirements; a job with one of these can also train on fewer devices, if it
+            requests more than `of_worker`.
         of_worker: how many devices the worker has, those that are set aside included.
     """
     dialect = session.get_bind().dialect.name

@@ -30,11 +30,11 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects.postgresql import JSONB
 
-from app.contract.labels import meets
 from app.contract.plan import Plan
 from app.contract.reports import Failure, Level
 from app.contract.states import JobStatus, RequestedAction
 from app.contract.text import storable
+from app.contract.worker_labels import meets
 from app.jobs.events import record_event, record_event_without_webhook
 from app.jobs.transitions import Fence, LostJob, change, get, held_by
 from app.planning.devices import MAX_DEVICES, MAX_GPU_ID
@@ -78,13 +78,13 @@ class Offer:
     before_place: float = inf
     """Only jobs ahead of this place in the queue may start."""
     shrink_above: int = MAX_DEVICES
-    """Jobs that need more devices than this may start, too, on the devices offered: no worker has as many as
-    they request."""
+    """A job that requests more devices than this may also start, on only the devices offered, since no worker
+    has as many as it requests."""
     labels: Mapping[str, str] = field(default_factory=dict)
     """The worker's labels."""
     shrinkable: tuple[str, ...] = ()
-    """Requirements of jobs that may start, too, if they need more devices than `of_worker`: no worker that
-    meets these requirements has as many."""
+    """Label requirements: a job with one of these may also start on only the devices offered, if it requests
+    more than `of_worker`. No worker that meets these requirements has as many."""
     of_worker: int = MAX_DEVICES
     """How many devices this worker has."""
 
@@ -117,7 +117,8 @@ def worker_meets(labels: ColumnElement[str], dialect: str) -> ColumnElement[bool
 def shrinkable(
     session: Session, devices: int, labels: Mapping[str, str], larger: Sequence[Mapping[str, str]]
 ) -> tuple[str, ...]:
-    """The requirements of queued jobs that need more devices than any worker has that meets them.
+    """The label requirements of queued jobs that request more devices than any worker meeting these
+    requirements has.
 
     Args:
         devices: the number of devices of the worker that asks.

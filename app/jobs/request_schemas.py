@@ -6,13 +6,13 @@ from pydantic import BeforeValidator, Field, StringConstraints, model_validator
 
 from app.contract.accumulation import MAX_ACCUMULATION_STEPS, AccumulationConfig
 from app.contract.base import Flag, Request, ShortText
-from app.contract.labels import Labels
 from app.contract.model_reference import StartingModel
 from app.contract.spec import (
     GradientCompression,
     RequestedTune,
     ZeroStage,
 )
+from app.contract.worker_labels import Labels
 from app.datasets.dataset_config import DatasetConfig
 from app.jobs.training_config import TrainingConfig
 from app.planning.devices import MAX_GPU_ID

@@ -92,7 +92,7 @@ class ResultResponse(ResponseModel):
         "greedy decoding gives exactly the expected answer",
     )
     eval_rewards: Rewards | None = Field(
-        None, description="What a preference objective measured on the validation data"
+        None, description="What a preference objective, or reward, measured on the validation data"
     )
     eval_token_accuracy: float | None = Field(
         None, description="Share of the validation data's target tokens that the model predicts"

@@ -34,6 +34,7 @@ from app.submissions import admission, quota
 from app.submissions.admission import AdmittedRequest
 from app.submissions.handler import SubmissionHandler, as_json, submit
 from app.submissions.idempotency import IdempotentRequest
+from app.web.database_sessions import SessionRoute
 from app.web.dependencies import (
     After,
     CurrentDatabase,
@@ -49,7 +50,6 @@ from app.web.dependencies import (
 from app.web.downloads import ClosingStream
 from app.web.event_stream import EventStream
 from app.web.pagination import page
-from app.web.sessions import SessionRoute
 
 log = structlog.get_logger("accrue.service")
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from sqlalchemy import BindParameter, Connection, String, and_, bindparam, case, cast, func, or_, select
 
-from app.contract.labels import meets
+from app.contract.worker_labels import meets
 from app.devices.live_workers import SILENT_SECONDS
 from app.jobs.queue import devices_of_worker
 from app.jobs.response_schemas import Reason, Waiting

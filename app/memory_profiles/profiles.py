@@ -242,14 +242,14 @@ async def wait_for(database: Database, wanted: ProfileKey, seconds: float, gone:
 
 
 def claim(session: Session, served: dict[str | None, float]) -> ProfileRequest | None:
-    """Claims the newest free request of the key that was served least recently; the clients of older requests
-    already got answers by formula.
+    """Claims the newest free request of the API key that was served least recently; the clients of older
+    requests already got answers by formula.
 
     A request that was claimed before, and not answered in time, is given up: its simulation may have ended
     the profiler.
 
     Args:
-        served: when each key was served last; updated here.
+        served: when each API key was served last; updated here.
     """
     lost = and_(ProfileRequest.error.is_(None), ProfileRequest.claimed_at < database_now() - _CLAIM_SECONDS)
     session.execute(update(ProfileRequest).where(lost).values(error=_LOST))

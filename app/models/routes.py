@@ -9,8 +9,8 @@ from app.models import base_models, trained_models
 from app.settings import Settings
 from app.storage.database import Database
 from app.storage.tables import Job
+from app.web.database_sessions import SessionRoute
 from app.web.dependencies import CurrentDatabase, CurrentSettings, Reading, Slowly
-from app.web.sessions import SessionRoute
 
 router = APIRouter(prefix="/v1/models", tags=["OpenAI: models"], route_class=SessionRoute)
 

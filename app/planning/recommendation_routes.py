@@ -24,8 +24,8 @@ from app.planning.recommendations import (
 from app.planning.schemas import Recommendations
 from app.settings import Settings
 from app.storage.session import Session
+from app.web.database_sessions import SessionRoute
 from app.web.dependencies import CurrentDatabase, CurrentSettings, Slowly
-from app.web.sessions import SessionRoute
 
 router = APIRouter(tags=["performance"], route_class=SessionRoute)
 

@@ -17,7 +17,7 @@ VALIDATION = ("valid_loss", "valid_mean_token_accuracy", "valid_exact_match")
 _NESTED = ("micro_losses", "gradient_norms", "ranks", "rewards")
 _COLUMNS = tuple(name for name in LogLine.model_fields if name not in _NESTED)
 _REWARDS = {f"reward_{name}": name for name in Rewards.model_fields}
-"""The columns of what a preference objective measured; empty for supervised fine-tuning."""
+"""The columns of what a preference objective, or reward, measured; empty with others."""
 _HEADER = (*_COLUMNS, *_REWARDS, *VALIDATION)
 _NONE = Evaluation(None, None)
 

@@ -18,8 +18,8 @@ from app.results.csv_export import csv_lines, csv_response
 from app.results.schemas import CompletionsResponse, Metrics, Profile
 from app.results.series import Evaluation, evaluations, last_step, pages_of, series
 from app.storage.database import Database
+from app.web.database_sessions import SessionRoute
 from app.web.dependencies import CurrentDatabase, CurrentSettings, JobId, Reading, Slowly, StreamOf
-from app.web.sessions import SessionRoute
 
 router = APIRouter(prefix="/training", tags=["training"], route_class=SessionRoute)
 

@@ -41,9 +41,9 @@ class Evaluation(ResponseModel):
     objective, and for jobs of versions that did not measure it."""
     exact_match: float | None = None
     """Share of the validation data's samples of which the model predicts every target token, so that greedy
-    decoding gives exactly the expected answer; null with a preference objective."""
+    decoding gives exactly the expected answer; null with a preference objective or reward."""
     rewards: Rewards | None = None
-    """What a preference objective measured on the validation data."""
+    """What a preference objective, or reward, measured on the validation data."""
     metrics: dict[str, float] | None = None
     """The operator's own metrics, by name; also at step 0, before training."""
 

@@ -45,7 +45,7 @@ class Evaluation(NamedTuple):
     token_accuracy: float | None
     exact_match: float | None = None
     rewards: dict[str, float | None] | None = None
-    """With a preference objective (app/contract/reports.py: Rewards)."""
+    """With a preference objective or reward (app/contract/reports.py: Rewards)."""
     metrics: dict[str, float] | None = None
     """The operator's own metrics, by name."""
 

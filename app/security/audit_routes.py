@@ -9,9 +9,9 @@ from app.contract.base import Page
 from app.errors import Forbidden
 from app.observability.schemas import AuditResponse
 from app.storage.tables import AuditEntry
+from app.web.database_sessions import SessionRoute
 from app.web.dependencies import After, CurrentCaller, Limit, Reading
 from app.web.pagination import page
-from app.web.sessions import SessionRoute
 
 router = APIRouter(tags=["audit"], route_class=SessionRoute)
 

@@ -1,6 +1,6 @@
 """The operator's own metrics that a job asks for."""
 
-from app.contract.metric_names import metric_programs
+from app.contract.metric_programs import metric_programs
 from app.errors import Unprocessable
 from app.jobs.training_config import TrainingConfig
 from app.settings import Settings

@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from app.contract.labels import no_worker_warning
 from app.contract.spec import Spec
+from app.contract.worker_labels import no_worker_warning
 from app.devices import gpus
 from app.devices.gpus import select_devices
 from app.errors import Unprocessable

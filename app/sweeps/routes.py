@@ -32,8 +32,8 @@ from app.sweeps.schemas import (
     SweepResponse,
 )
 from app.sweeps.variations import Variation, variations
+from app.web.database_sessions import SessionRoute
 from app.web.dependencies import CurrentIdempotentRequest, Reading, planning_inputs_of, slowly_of
-from app.web.sessions import SessionRoute
 
 router = APIRouter(prefix="/sweeps", tags=["sweeps"], route_class=SessionRoute)
 

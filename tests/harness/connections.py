@@ -7,7 +7,7 @@ from typing import Any
 import uvicorn
 from uvicorn.server import ServerState
 
-from app.web.supervised_protocol import SupervisedProtocol
+from app.web.http_connections import LimitedHttpProtocol
 
 REQUEST = b"GET / HTTP/1.1\r\nhost: a\r\n\r\n"
 
@@ -91,7 +91,7 @@ class Connections:
         """Never runs."""
 
     def open(self) -> tuple[Any, Transport]:
-        made, transport = SupervisedProtocol(self.config, self.state, {}, self.clock), Transport()
+        made, transport = LimitedHttpProtocol(self.config, self.state, {}, self.clock), Transport()
         made.connection_made(transport)
         return made, transport
 

@@ -10,9 +10,9 @@ import pytest
 from sqlalchemy import func, select, update
 from sqlalchemy.ext.compiler import compiles
 
-from app.contract.labels import no_worker_warning
 from app.contract.reports import Failure
 from app.contract.states import ENDED, JobStatus
+from app.contract.worker_labels import no_worker_warning
 from app.errors import Conflict, NotFound
 from app.jobs import lifecycle, queue, transitions
 from app.jobs.events import record_event

@@ -470,9 +470,9 @@ def test_an_endless_request_head_is_rejected(settings: Settings) -> None:
 
     import uvicorn
 
-    from app.web.supervised_protocol import MAX_HEAD_BYTES, SupervisedProtocol
+    from app.web.http_connections import MAX_HEAD_BYTES, LimitedHttpProtocol
 
-    config = uvicorn.Config(create_app(settings), http=SupervisedProtocol, log_config=None, port=0)
+    config = uvicorn.Config(create_app(settings), http=LimitedHttpProtocol, log_config=None, port=0)
     server = uvicorn.Server(config)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         thread = threading.Thread(target=server.run, args=([listening],), daemon=True)

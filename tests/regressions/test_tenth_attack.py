@@ -25,7 +25,7 @@ from app.settings import Settings
 from app.storage.database import Database
 from app.storage.session import Viewer
 from app.storage.tables import Key, ProfileRequest, StepMetric
-from app.web import supervised_protocol
+from app.web import http_connections
 from app.web.body_limits import MAX_UPLOADS_PER_KEY
 from app.web.downloads import Downloads
 from app.web.event_stream import EventStream, in_turns
@@ -61,8 +61,8 @@ def test_a_client_that_reads_slowly_but_steadily_is_not(open_server: Connections
     connection.data_received(REQUEST)
     transport.write(bytes(2**20))
     connection.pause_writing()
-    while transport.unread > supervised_protocol.READ_BYTES:
-        transport.unread -= supervised_protocol.READ_BYTES
+    while transport.unread > http_connections.READ_BYTES:
+        transport.unread -= http_connections.READ_BYTES
         open_server.clock.fire()
         assert not transport.closed
     connection.resume_writing()
@@ -100,7 +100,7 @@ def test_a_request_at_work_has_no_deadline(open_server: Connections) -> None:
 
 
 def test_a_new_connection_replaces_the_one_that_has_waited_longest() -> None:
-    server = Connections(most=4 + supervised_protocol.ENDING)
+    server = Connections(most=4 + http_connections.ENDING)
     working, its_transport = server.open()
     working.data_received(REQUEST)
     opened = [server.open() for _ in range(2)]

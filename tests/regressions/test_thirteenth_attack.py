@@ -41,7 +41,7 @@ from app.storage.session import Viewer
 from app.storage.tables import AuditEntry, Delivery, ProfileRequest
 from app.web import concurrency
 from app.web.concurrency import SlowWork
-from app.web.supervised_protocol import MAX_HEAD_BYTES, MAX_PIPELINED
+from app.web.http_connections import MAX_HEAD_BYTES, MAX_PIPELINED
 from tests.harness.connections import REQUEST, Connections
 from tests.harness.log_lines import line
 from tests.harness.requests import JOB, PATH, key_for, service

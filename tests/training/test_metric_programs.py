@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from app.contract.metric_names import metric_programs
+from app.contract.metric_programs import metric_programs
 from app.contract.reports import LogLine
 from app.contract.spec import ValidationSpec
 from app.results.csv_export import csv_lines

@@ -68,8 +68,9 @@ def make(task: ExportTask) -> ExportResult:
         raise NotExported(verify.why_not_valid(verification, _remedy(order.format, type_)))
     if order.quantised_base:
         notes.append(
-            "The model was trained on 4-bit weights of its base model, and is exported with the base model's "
-            "own weights; it was compared with the adapters on these."
+            "The adapters were trained on the base model in 4 bits. The export uses the base model's "
+            "original weights, and was compared with the adapters on these original weights, "
+            "not on the 4-bit ones."
         )
     files = tuple(
         ExportedFile(name=path.name, bytes=path.stat().st_size) for path in sorted(target.iterdir())

@@ -54,8 +54,9 @@ def write(folder: Path, tokenizer: Any, samples: list[Sample]) -> list[str]:
         lines.append(f"TEMPLATE {_ENDS_TEXT}{text}{_ENDS_TEXT}")
     elif tokenizer.chat_template:
         notes.append(
-            "The Modelfile has no template: the model's chat template does more than put texts around "
-            "messages, so Ollama has to know it."
+            "The Modelfile has no template, because the model's chat template does more than put fixed texts "
+            "around messages. Chats in Ollama work correctly only if Ollama already has a template for this "
+            "model; otherwise add a TEMPLATE yourself."
         )
     stop = tokenizer.eos_token
     ends = dict.fromkeys([stop, *([affixes.around["assistant"][1].strip()] if affixes else [])])

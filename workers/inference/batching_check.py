@@ -1,7 +1,7 @@
 """Checks that a model computes rows of one cache as it computes each sequence alone.
 
-Families differ in how they treat padding, positions and caches. So that is tried, with a few tokens, before a
-model answers: one that fails answers one sequence at a time.
+Families differ in how they treat padding, positions and caches. This is therefore tested with a few
+tokens before a model answers; a model that fails the test answers one sequence at a time.
 """
 
 from dataclasses import dataclass

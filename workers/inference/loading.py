@@ -69,8 +69,8 @@ class Loaded:
         return positions if isinstance(positions, int) and positions > 0 else _WITHOUT_LIMIT
 
     def add_adapter(self, layer: ModelLayer, path: Path, in_use: Collection[str | None] = ()) -> None:
-        """Adds adapters, which answer when they are `active`. Those that were not asked for longest are
-        unloaded, if there are many.
+        """Adds adapters, which answer when they are `active`. If too many are loaded, the least
+        recently used ones are unloaded.
 
         Args:
             in_use: the layers of adapters that must stay.

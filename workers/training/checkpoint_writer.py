@@ -1,9 +1,9 @@
 """Writes checkpoints: of a GPU's run in the background, from a copy in host memory, while training goes on.
 
 The copy is in pinned memory, so that the device writes to it directly, and its memory is used again for the
-next checkpoint. If the host has too little memory for it, if ranks hold parts of the model, whose collected
-parts are on the host already, and on a CPU, where the copy would take memory that the plan has given to
-training, training waits until the checkpoint is on disk.
+next checkpoint. In three cases, training waits until the checkpoint is on disk: the host has too little
+memory for the copy; ranks hold parts of the model (the collected parts are on the host already); or training
+is on a CPU, where the copy would take memory that the plan has given to training.
 """
 
 import copy

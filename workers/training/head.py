@@ -1,4 +1,5 @@
-"""The output head: how logits come from hidden states, and whether it is all that happens to them."""
+"""The output head: how it turns hidden states into logits, and a check that the model does nothing else to
+them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

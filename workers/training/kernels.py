@@ -229,8 +229,9 @@ def attention_of_each_sample(replica: Replica, spec: Spec, longest: int) -> Kern
 
 
 def flash_attention(replica: Replica, spec: Spec, *, packed: bool, longest: int) -> Kernels | None:
-    """The third version on Hopper; else the second one for packed rows, as PyTorch has it for others, or that
-    of PyTorch without a mask."""
+    """FlashAttention 3 on Hopper, if it is installed. Otherwise, for packed rows only: FlashAttention 2 if
+    it is installed, or else PyTorch's own flash kernel, called without a mask. (For other rows, PyTorch's
+    attention uses that kernel already.) None if nothing applies."""
     from transformers.utils import import_utils
 
     if spec.attention != "sdpa" or replica.precision not in _HALVES:

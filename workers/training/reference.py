@@ -1,7 +1,8 @@
 """Log-probabilities of the data under the model that a job starts from, computed once and stored.
 
-DPO and KTO compare with them in every window. What was computed is kept while it grows, so that an
-interruption costs little; a later attempt, which no longer has those weights, reads the file.
+DPO and KTO compare with them in every window. Partial results are saved during the computation, so that
+an interruption costs little. A later attempt that resumes from a checkpoint no longer has the weights that
+the job started from, so it reads the file.
 """
 
 import hashlib

@@ -89,9 +89,8 @@ def initialise(layer: nn.Linear, config: Any, seed: int) -> None:
 
 
 def probe_layer(layer: nn.Linear) -> nn.Linear:
-    """A layer of fixed random weights, for the checks before training. With it, every token has a loss, in
-    which the checks see what they would see in a language model's; a score exists only for a whole
-    sequence."""
+    """A layer of fixed random weights, for the checks before training. With it, every token has a
+    loss, so that the checks work as for a language model; the real head gives only one score per sequence."""
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randn(PROBED_CLASSES, layer.in_features, generator=generator) / layer.in_features**0.5
     made = nn.Linear(layer.in_features, PROBED_CLASSES, bias=False, device="meta")

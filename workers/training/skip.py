@@ -30,7 +30,10 @@ def skip(training: TrainingRun, window: Indices, trained: TrainedWindow | None) 
             if training.group.leads and not training.replica.is_sharded:
                 named = _highest_losses(training, counted)
         else:
-            reason = "its loss or gradient is not finite. Positions of the samples at fault, from 0:"
+            reason = (
+                "its loss or gradient is not finite. Samples at fault, numbered from 0 among the training "
+                "samples (held-out ones are not counted):"
+            )
             whole = samples.denominator(window)
             if training.group.leads and not training.replica.is_sharded:
                 named = guards.samples_at_fault(

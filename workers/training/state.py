@@ -242,15 +242,16 @@ class Evaluations:
     """The loss that last reset early stopping's patience."""
     without_gain: int = 0
     token_accuracy: float | None = None
-    """The share of target tokens that the model predicts; None with a preference objective."""
+    """The share of target tokens that the model predicts; None with a preference objective or reward."""
     best_token_accuracy: float | None = None
     """That of the step with the lowest loss."""
     exact_match: float | None = None
-    """The share of samples of which the model predicts every target; None with a preference objective."""
+    """The share of samples of which the model predicts every target; None with a preference objective or
+    reward."""
     best_exact_match: float | None = None
     """That of the step with the lowest loss."""
     rewards: dict[str, float | None] | None = None
-    """What a preference objective measured (app/contract/reports.py: Rewards)."""
+    """What a preference objective, or reward, measured (app/contract/reports.py: Rewards)."""
     best_rewards: dict[str, float | None] | None = None
     """Those of the step with the lowest loss."""
 

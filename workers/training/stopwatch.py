@@ -7,8 +7,8 @@ import torch
 
 
 class Lap(NamedTuple):
-    """One micro-batch: its padded tokens, and how long the device took until its end from that of the one
-    before."""
+    """One micro-batch: its padded tokens, and the device's time from the end of the previous micro-batch to
+    the end of this one."""
 
     tokens: int
     seconds: float

@@ -1,9 +1,9 @@
 """Lays samples out without padding, where that costs nothing.
 
 Micro-batches need no padding if all of their samples are in one row, and attention is computed sample by
-sample. Packed rows are then as cheap as their tokens, whatever their lengths. So a job that did not ask for
-packing gets it too, if the model keeps samples apart (packing_check.py), and if the gradient stays as it is
-(kernels.py). As any cut into micro-batches, this does not change the training.
+sample. The cost of a packed row is then just that of its tokens, however their lengths differ. So a job that
+did not ask for packing gets it too, if the model keeps samples apart (packing_check.py), and if the gradient
+stays as it is (kernels.py). Like any cut into micro-batches, this does not change the training.
 
 On a GPU, this needs a kernel for such rows. On a CPU, attention is called for each sample, which takes less
 time than padding in models that are wide enough.
@@ -55,8 +55,8 @@ def choose_layout(
     group: Group,
     planned_tokens: int,
 ) -> int | None:
-    """Changes the loader's layout to packed rows if they are as cheap as their tokens. Returns the tokens of
-    the longest row then, else None.
+    """Changes the loader's layout to packed rows if a row costs no more than its tokens. Returns the tokens
+    of the longest row then, else None.
 
     Args:
         planned_tokens: tokens of the largest micro-batch that the plan may lead to.

@@ -1,4 +1,4 @@
-"""Routes whose endpoint opens its session itself, in its own thread.
+"""Routes whose endpoint opens its database session itself, in its own thread.
 
 FastAPI runs a plain dependency, the endpoint and the serialisation of its answer as separate jobs of one
 pool of threads. A session that a dependency had opened would be held between them, with its connection and,

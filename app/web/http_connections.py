@@ -41,12 +41,12 @@ class _TooMuch(Exception):
     """Ends the parsing of what the client has sent."""
 
 
-_waiting: "WeakKeyDictionary[ServerState, dict[SupervisedProtocol, None]]" = WeakKeyDictionary()
+_waiting: "WeakKeyDictionary[ServerState, dict[LimitedHttpProtocol, None]]" = WeakKeyDictionary()
 """Each server's connections that wait for their clients, longest first."""
 
 
-class SupervisedProtocol(HttpToolsProtocol):
-    """One connection."""
+class LimitedHttpProtocol(HttpToolsProtocol):
+    """One HTTP connection, which ends if its client is too slow or sends too much."""
 
     _deadline: TimerHandle | None = None
     """For the head of a request."""
@@ -172,7 +172,7 @@ class SupervisedProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             self._wait_for_head()
 
-    def _waiting(self) -> "dict[SupervisedProtocol, None]":
+    def _waiting(self) -> "dict[LimitedHttpProtocol, None]":
         return _waiting.setdefault(self.server_state, {})
 
     def _wait(self) -> None:

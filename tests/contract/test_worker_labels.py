@@ -1,7 +1,7 @@
 import pytest
 from pydantic import ValidationError
 
-from app.contract.labels import meets, parse_labels
+from app.contract.worker_labels import meets, parse_labels
 from app.settings import Settings
 
 
