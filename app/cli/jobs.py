@@ -9,6 +9,7 @@ import typer
 
 from app.cli.client import Client
 from app.cli.options import DEFAULT_URL, AsJson, Job, NewestJob, NewestModel, Url, without_none
+from app.contract.objective import OF_SEQUENCES
 from app.errors import NotFound
 
 commands = typer.Typer()
@@ -142,10 +143,13 @@ def sample(job_id: NewestModel = "", url: Url = DEFAULT_URL, as_json: AsJson = F
     with Client(url) as client:
         job_id = job_id or newest_with_model(client)
         found = client.get(f"{ROOT}/{job_id}/completions")
+        objective = (
+            "" if found["data"] else client.get(f"{ROOT}/{job_id}")["training_config"].get("objective")
+        )
     if as_json:
         typer.echo(json.dumps(found, indent=2))
     else:
-        show_completions(job_id, found["data"])
+        show_completions(job_id, found["data"], predicts_tokens=objective not in OF_SEQUENCES)
 
 
 @commands.command()

@@ -54,11 +54,13 @@ def show_comparison(compared: dict[str, Any]) -> None:
     )
 
 
-def show_completions(job_id: str, completions: list[dict[str, Any]]) -> None:
+def show_completions(job_id: str, completions: list[dict[str, Any]], *, predicts_tokens: bool = True) -> None:
     """Shows each held-out prompt, the expected completion, and the model's before, during and after
     training."""
     console.print(f"{job_id}: {len(completions)} held-out prompts", highlight=False)
-    if not completions:
+    if not completions and not predicts_tokens:
+        console.print("A classifier or reward model completes nothing.")
+    elif not completions:
         console.print(
             "No prompt was held out: submit with --set dataset_config.validation_split=0.1", soft_wrap=True
         )

@@ -6,6 +6,7 @@ classes: every accepted line can be trained on.
 """
 
 import json
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -13,9 +14,7 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
-    StrictBool,
-    StrictInt,
-    StrictStr,
+    PlainValidator,
     ValidationError,
     model_validator,
 )
@@ -57,10 +56,23 @@ class TextExample(Line):
     text: str = Field(min_length=1)
 
 
+_LONGEST_LABEL = 200
+
+
+def _check_label(label: Any) -> Any:
+    if not isinstance(label, bool | int | str):
+        raise ValueError("must be text, a whole number, or true or false")
+    if label == "":
+        raise ValueError("must not be empty")
+    if (isinstance(label, int) and abs(label) >= 10**_LONGEST_LABEL) or len(str(label)) > _LONGEST_LABEL:
+        raise ValueError(f"must not have more than {_LONGEST_LABEL} characters")
+    return label
+
+
 class ClassifiedText(TextExample):
     """A text of a class."""
 
-    label: StrictBool | StrictInt | Annotated[StrictStr, Field(min_length=1, max_length=200)]
+    label: Annotated[bool | int | str, PlainValidator(_check_label)]
 
     @property
     def class_name(self) -> str:
@@ -228,7 +240,7 @@ class Classes:
         more than `MAX_CLASSES`."""
         if not 0 < len(self._names) <= MAX_CLASSES:
             return None
-        numbered = all(name.isdecimal() and name.isascii() for name in self._names)
+        numbered = all(re.fullmatch(r"-?[0-9]+", name) for name in self._names)
         return tuple(sorted(self._names, key=(lambda name: (int(name), name)) if numbered else None))
 
 
@@ -315,4 +327,4 @@ def parse_row(value: Any, expected: DataFormat | None = None) -> tuple[DataForma
     except ValidationError as error:
         first = error.errors(include_input=False, include_url=False)[0]
         where = ".".join(str(part)[:MAX_KEY_LENGTH] for part in first["loc"]) or "line"
-        raise BadLine(f"{where}: {first['msg']}") from None
+        raise BadLine(f"{where}: {first['msg'].removeprefix('Value error, ')}") from None

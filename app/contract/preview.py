@@ -31,7 +31,8 @@ class PreviewedSample(ResponseModel):
     )
     token_ids: Annotated[tuple[Annotated[int, Field(ge=0, le=2**31)], ...], Field(fail_fast=True)]
     counts: Annotated[tuple[bool, ...], Field(fail_fast=True)] = Field(
-        description="Which tokens count toward the loss"
+        description="Which tokens count toward the loss; of a text with a label, the last one, where the "
+        "label is predicted"
     )
     target_tokens: int = Field(
         description="Number of tokens that count toward the loss; a sample's first token never does"

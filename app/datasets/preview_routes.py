@@ -48,6 +48,7 @@ async def preview(
             overlength=overlength or found.overlength(),
             packing=False,
             validation=None,
+            classes=tuple(found.classes or ()),
         )
         return PreviewSpec(model=model, data=data, shown=limit)
 

@@ -1,5 +1,6 @@
 """Routes that make, show and hand out exports of trained models."""
 
+import json
 from shlex import quote
 from typing import Annotated
 
@@ -7,7 +8,7 @@ from fastapi import APIRouter, Path
 from fastapi.responses import Response, StreamingResponse
 
 from app.contract.export import FILES, ExportOrder, ExportResult
-from app.contract.model_reference import ModelReference
+from app.contract.model_reference import REWARD, ModelReference
 from app.contract.spec import Spec
 from app.errors import Conflict, NotFound, Unprocessable
 from app.exports import requests
@@ -210,15 +211,23 @@ def _notes(order: ExportOrder) -> list[str]:
 def _for_scores(order: ExportOrder) -> str:
     """Python that loads a classifier or reward model."""
     if order.format == "merged":
-        return 'from transformers import pipeline; score = pipeline("text-classification", model="DIR")'
+        made = 'from transformers import pipeline; score = pipeline("text-classification", model="DIR")'
+        return made + "; score(TEXT)" if order.model.scores != (REWARD,) else f"{made}; {_OF_REWARD}"
     base, revision = order.model.below_adapters()
     is_on_hub = order.model.source == "hub" and base == order.model.base_name
     at = f', revision="{revision}"' if is_on_hub and revision else ""
+    named = (f"{number}: {json.dumps(name)}" for number, name in enumerate(order.model.scores))
     return (
-        "from peft import PeftModel; from transformers import AutoModelForSequenceClassification; "
+        "from peft import PeftModel; "
+        "from transformers import AutoModelForSequenceClassification, AutoTokenizer; "
+        'tokenizer = AutoTokenizer.from_pretrained("DIR"); '
         f'base = AutoModelForSequenceClassification.from_pretrained("{base if is_on_hub else "BASE"}"{at}, '
-        f'num_labels={len(order.model.scores)}); model = PeftModel.from_pretrained(base, "DIR")'
+        f"id2label={{{', '.join(named)}}}, pad_token_id=tokenizer.pad_token_id); "
+        'model = PeftModel.from_pretrained(base, "DIR")'
     )
+
+
+_OF_REWARD = "score(PROMPT + ANSWER + score.tokenizer.eos_token, function_to_apply='none')"
 
 
 def _commands(order: ExportOrder) -> ExportCommands:

@@ -129,6 +129,13 @@ def data_for(
             field="dataset_config.file_id",
         )
     if objective.name == "classification":
+        is_own_file = data.validation is not None and data.validation.file_id is not None
+        if is_own_file and of_validation is None:
+            raise Unprocessable(
+                f"The validation file has more than {MAX_CLASSES:,} different labels, so that some of them "
+                "are not those of the training samples.",
+                field="dataset_config.validation_file_id",
+            )
         return data.model_copy(update={"classes": _classes(classes, of_validation)})
     return data.model_copy(update={"with_mismatches": objective.name == "kto"})
 

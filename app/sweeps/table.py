@@ -30,6 +30,7 @@ _DECIDE_LOSS = {
     "file_id": "training files",
     "max_length": "lengths",
     "validation": "held-out samples",
+    "objective": "objectives",
 }
 
 
@@ -143,6 +144,8 @@ def _distinct(jobs: Iterable[Job], field: str) -> set[str]:
     for job in jobs:
         spec, data = job.spec, job.spec["data"]
         own: Any = spec["model"]["name"] if field == "model_name" else data.get(field)
+        if field == "objective":
+            own = (spec.get("objective") or {}).get("name")
         if field == "validation" and own is not None and own["share"] is not None:
             own = [own, spec["seed"]]  # the seed draws the samples that are held out
         found.add(json.dumps(own, sort_keys=True))

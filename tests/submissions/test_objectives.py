@@ -141,6 +141,7 @@ def test_what_an_objective_cannot_learn_from_is_refused(
         (["b", "a", "ä"], ["a", "b", "ä"]),
         ([True, False, True], ["false", "true"]),
         (["01", "1", 1], ["01", "1"]),
+        ([-1, 10, 0], ["-1", "0", "10"]),
     ],
 )
 def test_a_file_names_its_classes_in_order(accrue: Service, labels: list[Any], classes: list[str]) -> None:
@@ -153,6 +154,8 @@ def test_the_classes_of_validation_are_known(accrue: Service) -> None:
     answer = accrue.dry_run(CLASSIFIED, validation_file_id=other)
     assert answer.status_code == 422
     assert "label '7'" in answer.text
+    many = accrue.file([{"text": "a", "label": each} for each in range(1001)])["id"]
+    assert "more than 1,000 different labels" in accrue.dry_run(CLASSIFIED, validation_file_id=many).text
     known = accrue.file([{"text": "a", "label": 2}])["id"]
     assert accrue.dry_run(CLASSIFIED, validation_file_id=known).status_code == 200
 
@@ -162,6 +165,13 @@ def test_a_line_without_a_label_is_named(accrue: Service, label: Any) -> None:
     answer = accrue.upload([*CLASSIFIED, {"text": "a", "label": label}])
     assert answer.status_code == 400
     assert "Line 9: label" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(("label", "why"), [("", "must not be empty"), ("x" * 201, "200"), (10**300, "200")])
+def test_what_is_no_label_is_said_plainly(accrue: Service, label: Any, why: str) -> None:
+    message = accrue.upload([{"text": "a", "label": label}]).json()["error"]["message"]
+    assert message.startswith("Line 1: label: must not")
+    assert why in message
 
 
 def test_openai_s_method_is_answered_as_it_was_sent(accrue: Service) -> None:

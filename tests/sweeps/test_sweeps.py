@@ -18,12 +18,14 @@ RATES = {"learning_rate": [1e-5, 1e-4, 1e-3], "effective_batch_size": [8, 16]}
 
 @pytest.fixture
 def body(client: TestClient) -> dict[str, Any]:
-    lines = b"".join(b'{"text": "sample text %d"}\n' % number for number in range(40))
+    lines = b"".join(
+        b'{"text": "sample text %d", "label": %d}\n' % (number, number % 2) for number in range(40)
+    )
     answer = client.post("/v1/files", files={"file": ("data.jsonl", lines)}, data={"purpose": "fine-tune"})
     return {
         "model_name": "accrue/tiny-gpt2",
         "dataset_config": {"file_id": answer.json()["id"], "max_length": 64, "validation_split": 0.2},
-        "training_config": {"max_steps": 5},
+        "training_config": {"max_steps": 5, "objective": "sft"},
         "name": "rates",
         "vary": RATES,
     }
@@ -290,6 +292,7 @@ def test_a_job_that_is_trained_again_takes_the_place_of_the_failed_one(
         ({"vary": {"training_config.seed": [1, 2]}}, "since held-out samples vary"),
         ({"vary": {"dataset_config.validation_split": [0.1, 0.2]}}, "since held-out samples vary"),
         ({"vary": {"dataset_config.max_length": [32, 64]}}, "since lengths vary"),
+        ({"vary": {"training_config.objective": ["sft", "classification"]}}, "since objectives vary"),
         ({"vary": {"training_config.seed": [1, 2]}, "without": "validation_split"}, None),
     ],
 )

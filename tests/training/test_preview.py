@@ -119,3 +119,18 @@ def test_each_pair_is_shown_with_both_answers(tmp_path: Path) -> None:
         (1, "chosen"), (1, "rejected"), (3, "chosen"), (3, "rejected"),
     ]  # fmt: skip
     assert ["yes" in "".join(each.tokens) for each in looked.samples] == [True, False, True, False]
+
+
+def test_a_labelled_text_is_shown_as_a_classifier_reads_it(tmp_path: Path) -> None:
+    lines = [{"text": "ab", "label": 0}, {"text": "abcd", "label": 1}, {"text": "a", "label": 1}]
+    looked = seen(tmp_path, lines, "classification", classes=("0", "1"))
+    source = tmp_path / "data.jsonl"
+    data = with_digest_of(source, spec("classification", examples=3, classes=("0", "1")))
+    prepare(data, source, make_tokenizer(), tmp_path / "p")
+    samples = Samples(tmp_path / "p")
+    for number, sample in enumerate(looked.samples):
+        assert list(sample.token_ids) == samples.read(number)[0].tolist(), "without an end-of-sequence token"
+        assert sample.counts == (*(False,) * (len(sample.tokens) - 1), True), "the class is predicted there"
+        assert sample.target_tokens == samples.targets[number] == 1
+    assert looked.lengths.longest == 4
+    assert looked.lengths.without_targets == 0

@@ -19,7 +19,7 @@ from workers.training.auto_class import auto_class
 from workers.training.base_model import check_config, load_tokenizer, prepare_files, read_model
 from workers.training.model import save
 from workers.training.model_parts import padding_token
-from workers.training.score_head import ScoreHead, scores_sequences, use_padding_token
+from workers.training.score_head import ScoreHead, scores_sequences, set_padding_token
 from workers.training.trained_weights import Layer, check_layers, with_layers, with_saved_adapters
 
 _TYPES: dict[ExportType, torch.dtype] = {
@@ -65,7 +65,8 @@ def make(task: ExportTask) -> ExportResult:
     found = verify.predictions(model, samples)
     verification = verify.compared(expected, found, samples, quantised=type_ == "q8_0")
     if not verification.is_valid:
-        raise NotExported(verify.why_not_valid(verification, _remedy(order.format, type_)))
+        remedy = _remedy(order.format, type_)
+        raise NotExported(verify.why_not_valid(verification, remedy, scores=bool(order.model.scores)))
     if order.quantised_base:
         notes.append(
             "The adapters were trained on the base model in 4 bits. The export uses the base model's "
@@ -111,8 +112,7 @@ def _base(order: ExportOrder, staged: Path) -> Any:
     head = ScoreHead(order.model.scores) if order.model.scores else None
     model, _ = read_model(order.model.name, staged, attention="sdpa", dtype=torch.float32, head=head)
     if head is not None:
-        tokenizer = load_tokenizer(staged)
-        use_padding_token(model, tokenizer, padding_token(tokenizer, model))
+        set_padding_token(model.config, padding_token(load_tokenizer(staged), model))
     return model
 
 
@@ -133,8 +133,11 @@ def _loaded_with_peft(order: ExportOrder, staged: Path, below: list[Layer], fold
     from peft import PeftModel
     from transformers import AutoTokenizer
 
-    adapted = PeftModel.from_pretrained(with_layers(_base(order, staged), below), folder)
-    return adapted, AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    base = _base(order, staged)
+    if order.model.scores:  # as app/exports/routes.py says: the tokenizer's padding token
+        set_padding_token(base.config, tokenizer.pad_token_id)
+    return PeftModel.from_pretrained(with_layers(base, below), folder), tokenizer
 
 
 def _stored_type(staged: Path) -> ExportType:

@@ -179,9 +179,15 @@ def compared(
     )
 
 
-def why_not_valid(verification: Verification, remedy: str) -> str:
+def why_not_valid(verification: Verification, remedy: str, *, scores: bool = False) -> str:
     """Why an export is not handed out, and what to do."""
     differing = 1 - verification.agreement - verification.near_ties
+    if scores:
+        return (
+            f"the export does not agree with the trained model: for {differing:.2%} of "
+            f"{verification.samples} samples, it gives another class, or prefers the other answer of a pair: "
+            f"{remedy}"
+        )
     return (
         f"the export does not agree with the trained model: in {differing:.2%} of {verification.tokens:,} "
         f"predictions on {verification.samples} samples, its most probable token is another one, although "

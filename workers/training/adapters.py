@@ -83,6 +83,8 @@ def with_adapters(model: Any, lora: LoraSpec, seed: int, *, saved: Collection[st
             adapted = get_peft_model(model, config)
     except ValueError as error:
         why = str(error).splitlines()[0]
+        if "No modules were targeted" in why:
+            why = "target_modules names only the layer that scores texts, which is trained anyway"
         if why.startswith("Target module"):  # followed by that module, over many lines
             why = f"target_modules names {why.split()[2].partition('(')[0]}, which is not a linear layer"
         raise CannotTrain("lora", f"lora: {why}") from error

@@ -31,12 +31,14 @@ from workers.training.model_files import check_tokenizer, stage, weight_files
 from workers.training.model_parts import padding_token
 from workers.training.score_head import (
     LANGUAGE_HEADS,
+    FilesHead,
     ScoreHead,
+    arrange,
     configure,
     initialise,
     score_layer_of,
     scores_sequences,
-    use_padding_token,
+    set_padding_token,
 )
 from workers.training.trained_weights import (
     check_layers,
@@ -50,6 +52,7 @@ from workers.training.trained_weights import (
 _COMPILED_SHAPES = 64
 _SHOWN_WEIGHTS = 10
 _SHOWN_UNUSED = 3
+_SHOWN_CLASSES = 5
 _CONFIG_BYTES = 2**30
 
 
@@ -164,7 +167,7 @@ def load(assignment: Assignment, folder: Path) -> tuple[Any, Any, list[str]]:
             **quantised,
         )
         if head is not None:
-            use_padding_token(model, tokenizer, padding_token(tokenizer, model))
+            set_padding_token(model.config, padding_token(tokenizer, model))
     except ImportError as error:
         raise CannotTrain("not_installed", first_line(error, assignment, folder)) from error
     except (
@@ -271,7 +274,7 @@ def _read(
             "not_supported",
             f"{name} is a classifier or a reward model, which predicts no tokens: choose a language model",
         )
-    has_head = head is not None and configure(config, head)
+    in_files = None if head is None else configure(config, head)
     loaded: Any = auto_class(config, scores=head is not None).from_pretrained(
         folder,
         config=config,
@@ -285,32 +288,45 @@ def _read(
         **options,
     )
     model, found = loaded
-    if head is not None:
-        found = _with_head(model, head, found, has_head)
+    notes: list[str] = []
+    if head is not None and in_files is not None:
+        found, notes = _with_head(model, head, found, in_files)
     _check_weights(name, found)
     _check_kinds(folder, model, found)
-    return model, _unused(found)
+    return model, [*notes, *_unused(found)]
 
 
-def _with_head(model: Any, head: ScoreHead, found: dict[str, Any], has_head: bool) -> dict[str, Any]:
-    """Initialises the head, unless the files hold it. Returns what was found in them, apart from heads."""
+def _with_head(
+    model: Any, head: ScoreHead, found: dict[str, Any], in_files: FilesHead
+) -> tuple[dict[str, Any], list[str]]:
+    """Initialises the head, unless the files hold it. Returns what was found in them, apart from heads, and a
+    note if they hold another one."""
     layer = score_layer_of(model)
     own = {name for name, module in model.named_modules() if module is layer}
     names = {f"{each}.{kind}" for each in own for kind in ("weight", "bias")}
     lacks = names & set(map(str, found.get("missing_keys") or ()))
-    if layer is not None and (lacks or not has_head):
+    notes = []
+    if layer is not None and in_files.order is not None and not lacks:
+        arrange(layer, in_files.order)
+    elif layer is not None:
         initialise(layer, model.config, head.seed)
+        if in_files.names:
+            old, new = (", ".join(each[:_SHOWN_CLASSES]) for each in (in_files.names, head.names))
+            notes.append(
+                f"the layer that scores texts is new, since the model has other scores ({old}) than {new}"
+            )
 
     def others(kind: str, left_out: Collection[str]) -> list[Any]:
         listed = found.get(kind) or ()
         return [each for each in listed if (each[0] if isinstance(each, tuple) else each) not in left_out]
 
-    return {
+    rest = {
         **found,
         "missing_keys": others("missing_keys", names),
         "mismatched_keys": others("mismatched_keys", names),
         "unexpected_keys": others("unexpected_keys", LANGUAGE_HEADS),
     }
+    return rest, notes
 
 
 def _unused(found: dict[str, Any]) -> list[str]:

@@ -156,7 +156,8 @@ def _lay_out_scored(
     batch, count = collate(rows, layout), len(rows)
     lengths = np.array(batch.lengths)
     starts = np.cumsum(lengths) - lengths if layout.packed else np.arange(count) * batch.input_ids.shape[1]
-    weights = samples.weights[list(chosen)]
+    counted = samples.targets[list(chosen)] > 0
+    weights = np.where(counted, samples.weights[list(chosen)], np.float32(0))  # as in the denominator
     classes = np.zeros(count, np.int64) if samples.classes is None else samples.classes[list(chosen)]
     batch = replace(
         batch,
@@ -167,13 +168,12 @@ def _lay_out_scored(
     )
     if samples.classes is not None:
         return batch
-    counted = np.where(samples.targets[list(chosen)] > 0, weights, 0)  # as in the denominator
     scoring = Scoring(
         sequences=count,
         part_of_target=torch.arange(count),
         counted=torch.ones(count, dtype=torch.float64),
         reference=torch.zeros(count, dtype=torch.float64),
-        weights=torch.from_numpy(counted.astype(np.float64)),
+        weights=torch.from_numpy(weights.astype(np.float64)),
         parts=count,
     )
     return replace(batch, scoring=scoring)

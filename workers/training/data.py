@@ -303,12 +303,15 @@ def _write(
                 if isinstance(example, LabelledCompletion | LabelledChat):
                     labels.extend([example.label] * samples)
                 elif place and isinstance(example, ClassifiedText):
+                    if example.class_name not in place:
+                        why = f"the label {example.class_name!r:.60} is none of the classes"
+                        raise CannotTrain("bad_line", f"a line of the data: {why}")
                     classes.append(place[example.class_name])
             if spec.with_mismatches:
                 rows, last = _with_mismatches(rows, last, spec.max_length), rows[-1]
             writer.write_batch(_record(rows))
             lengths.extend(len(tokens) for tokens, _ in rows)
-            targets.extend(1 if place else int(sum(counts[1:])) for _, counts in rows)
+            targets.extend(int(any(counts) if place else sum(counts[1:])) for _, counts in rows)
             done += len(chunk)
             report(done, total)
     sizes = np.array([lengths, targets], dtype=np.int64).reshape(2, -1, stored)
@@ -406,10 +409,11 @@ def fit_length(
     if len(tokens) <= longest:
         return [(tokens, counts)]
     if spec.overlength == "error":
+        whole = spec.sequences_per_sample > 1 or spec.with_mismatches or spec.classes
         raise CannotTrain(
             "overlength",
             f"line {number} of the data has {len(tokens)} tokens, more than max_length {longest}: "
-            "raise max_length, or set overlength to truncate or split",
+            f"raise max_length, or set overlength to truncate{'' if whole else ' or split'}",
         )
     if spec.overlength == "truncate":
         prepared.truncated += 1

@@ -87,6 +87,8 @@ class ExampleEncoder:
             if self._classifies:
                 tokens = [*self._start, *tokens, *self._after]
                 counts = [True] * len(tokens)
+                if not tokens:  # there is nothing to classify
+                    tokens, counts = self._end, [False]
             elif not isinstance(example, Chat):
                 tokens, counts = self._begun_and_ended(tokens, counts)
             yield tokens, counts

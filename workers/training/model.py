@@ -20,6 +20,7 @@ from workers.training.adapters import adapted_through_their_weights, with_adapte
 from workers.training.exceptions import CannotTrain
 from workers.training.host_memory import available_on_host
 from workers.training.model_parts import language_model_of, towers_within
+from workers.training.score_head import align_tokenizer, score_layer_of
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -256,6 +257,8 @@ def save(
         shutil.rmtree(leftover)
     partial = target.with_name(f".{target.name}.{os.getpid()}")
     _restore_scaling(model.config)
+    if score_layer_of(model) is not None:
+        align_tokenizer(tokenizer, model.config)
     model.save_pretrained(partial)
     # Several chat templates would be saved in a folder, and a result consists of plain files.
     tokenizer.save_pretrained(partial, save_jinja_files=not isinstance(tokenizer.chat_template, dict))

@@ -34,7 +34,7 @@ def preview(order: PreviewSpec, source: Path, tokenizer: Any) -> DatasetPreview:
     Raises:
         CannotTrain: the file cannot be read, and the trainer could not read it either.
     """
-    with ExampleEncoder(tokenizer) as encoder:
+    with ExampleEncoder(tokenizer, classifies=bool(order.data.classes)) as encoder:
         return _previewed(order, source, tokenizer, encoder)
 
 
@@ -57,11 +57,14 @@ def _previewed(order: PreviewSpec, source: Path, tokenizer: Any, encoder: Exampl
                 break
         if place < order.shown:
             answers = _PAIR if paired else repeat(None)
+            if data.classes:  # the class is predicted at the last token
+                rows = [(tokens, [False] * (len(tokens) - 1) + [any(counts)]) for tokens, counts in rows]
             samples += [
-                _sample(number, answer, *row, tokenizer) for answer, row in zip(answers, rows, strict=False)
+                _sample(number, answer, *row, tokenizer, classifies=bool(data.classes))
+                for answer, row in zip(answers, rows, strict=False)
             ]
         if place in measured:
-            counted = [sum(own[1:]) for _, own in rows]
+            counted = [int(any(own)) if data.classes else sum(own[1:]) for _, own in rows]
             whole.append(max(len(tokens) for tokens, _ in sequences))
             kept.append(sum(len(own) for own, _ in rows))
             targets.append(sum(counted) if len(sequences) == 1 or all(counted) else 0)
@@ -114,6 +117,8 @@ def _sample(
     tokens: list[int],
     counts: list[bool],
     tokenizer: Any,
+    *,
+    classifies: bool,
 ) -> PreviewedSample:
     return PreviewedSample(
         line=line,
@@ -121,7 +126,7 @@ def _sample(
         tokens=_texts(tokens, tokenizer),
         token_ids=tuple(tokens),
         counts=tuple(counts),
-        target_tokens=sum(counts[1:]),
+        target_tokens=sum(counts if classifies else counts[1:]),
     )
 
 

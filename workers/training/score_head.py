@@ -34,14 +34,41 @@ class ScoreHead:
     """Determines the first weights of a new head."""
 
 
-def configure(config: Any, head: ScoreHead) -> bool:
-    """Makes a model's config that of a model with the head. Returns whether the files hold the same head."""
-    numbered = dict(enumerate(head.names))
-    is_same = scores_sequences(config) and config.id2label == numbered
-    config.id2label = numbered
-    config.label2id = {name: number for number, name in numbered.items()}
-    config.problem_type = "single_label_classification" if len(numbered) > 1 else None
-    return is_same
+@dataclass(frozen=True)
+class FilesHead:
+    """The head that a model's files hold."""
+
+    names: tuple[str, ...]
+    """The names of its scores; empty if the files hold none."""
+    order: tuple[int, ...] | None
+    """For each score of the wanted head, the place of the same score in the files; None if the files hold
+    another head, or none."""
+
+
+def configure(config: Any, head: ScoreHead) -> FilesHead:
+    """Makes a model's config that of a model with the head. Returns what the files hold."""
+    names = tuple(map(str, config.id2label.values())) if scores_sequences(config) else ()
+    order = None
+    if sorted(names) == sorted(head.names):
+        order = tuple(names.index(name) for name in head.names)
+    elif len(names) == len(head.names) == 1:  # a reward, whatever it is called
+        order = (0,)
+    config.id2label = dict(enumerate(head.names))
+    config.label2id = {name: number for number, name in enumerate(head.names)}
+    config.problem_type = "single_label_classification" if len(head.names) > 1 else None
+    return FilesHead(names, order)
+
+
+def arrange(layer: nn.Linear, order: Sequence[int]) -> None:
+    """Brings the scores of a layer into another order.
+
+    Args:
+        order: for each score, the place where it is now.
+    """
+    with torch.no_grad():
+        layer.weight.copy_(layer.weight[list(order)].clone())
+        if layer.bias is not None:
+            layer.bias.copy_(layer.bias[list(order)].clone())
 
 
 def scores_sequences(config: Any) -> bool:
@@ -49,11 +76,16 @@ def scores_sequences(config: Any) -> bool:
     return any(_CLASS in str(each) for each in config.architectures or ())
 
 
-def use_padding_token(model: Any, tokenizer: Any, pad_id: int) -> None:
-    """Lets the saved model and its tokenizer agree on the token that pads: without one, the model could not
-    be used for several texts at once."""
-    model.config.pad_token_id = model.config.get_text_config().pad_token_id = pad_id
-    if tokenizer.pad_token_id is None:
+def set_padding_token(config: Any, pad_id: int) -> None:
+    """Tells a model which token pads: it reads scores at the last token that is another one."""
+    config.pad_token_id = config.get_text_config().pad_token_id = pad_id
+
+
+def align_tokenizer(tokenizer: Any, config: Any) -> None:
+    """Lets a tokenizer pad with the token that the model takes for padding: otherwise, the model could not be
+    used for several texts at once."""
+    pad_id = config.get_text_config().pad_token_id
+    if pad_id is not None and tokenizer.pad_token_id != pad_id:
         tokenizer.pad_token = tokenizer.convert_ids_to_tokens(pad_id)
 
 
