@@ -83,8 +83,7 @@ def test_adapters_are_exported_alone(tmp_path: Path) -> None:
     [
         ("classification", "merged"),
         pytest.param("classification", "adapter", marks=pytest.mark.thorough),
-        ("reward", "adapter"),
-        pytest.param("reward", "merged", marks=pytest.mark.thorough),
+        *(pytest.param("reward", form, marks=pytest.mark.thorough) for form in ("adapter", "merged")),
     ],
 )
 def test_a_model_that_scores_texts_is_compared_by_its_scores(
