@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DATABASE_TESTS := $(addprefix tests/, datasets devices inference jobs memory_profiles models/test_trained_models.py observability planning/test_calculators.py \
-	profiling/test_previews.py regressions results security statistics storage submissions sweeps web webhooks workers)
+	profiling/test_previews.py regressions results security statistics storage submissions sweeps usage web webhooks workers)
 
 TOOLS := trl==1.16.0 datasets dill multiprocess pandas python-dateutil xxhash axolotl==0.19.0 addict llamafactory==0.9.5 \
 	fire termcolor torchtune==0.6.1 torchao==0.9.0 omegaconf antlr4-python3-runtime==4.9.3 sentencepiece tiktoken blobfile \

@@ -43,6 +43,7 @@ from app.storage.group_commit import GroupCommit
 from app.storage.migrations import migrate
 from app.storage.waits import WaitLimiter
 from app.sweeps import routes as sweep_routes
+from app.usage import routes as usage_routes
 from app.web import dashboard, documentation, error_bodies, openapi
 from app.web.concurrency import ConcurrencyLimit, SlowWork
 from app.web.dependencies import authorised
@@ -82,6 +83,7 @@ _NATIVE = (
     profile_routes,
     device_routes,
     audit_routes,
+    usage_routes,
 )
 """The most frequently called routes come first, since Starlette tries routes in order."""
 _OPENAI = (file_routes, openai_routes, model_routes, inference_routes)

@@ -16,7 +16,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("app.settings",),
     ("app.storage",),
     ("app.devices", "app.security", "app.runtime", "app.webhooks", "app.statistics"),
-    ("app.hub",),
+    ("app.hub", "app.usage"),
     ("app.memory_profiles", "app.datasets"),
     ("app.jobs",),
     ("app.results",),

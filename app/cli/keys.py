@@ -18,6 +18,14 @@ if TYPE_CHECKING:
 
 commands = typer.Typer(no_args_is_help=True, help="API keys: once one exists, every request needs one.")
 
+DeviceHours = Annotated[
+    float | None,
+    typer.Option(
+        min=0.0,
+        help="Quota: hours on devices in a calendar month (UTC), where two devices count twice; default: no "
+        "limit",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print it as JSON")]
 
 _UNITS = {"h": 3600.0, "d": 86400.0, "w": 604800.0}
@@ -32,6 +40,7 @@ def create_key(
     expires: Annotated[
         str | None, typer.Option(help="Lifetime, such as 12h, 30d or 8w; default: never expires")
     ] = None,
+    device_hours: DeviceHours = None,
     as_json: AsJson = False,
 ) -> None:
     """Make a key. It is shown only once: the service keeps only its digest.
@@ -42,6 +51,7 @@ def create_key(
 
     with _database(making=True) as database, database.writing() as session:
         row, key = create(session, name, _scopes(scope or ["read", "write"]), _seconds(expires))
+        row.device_hours = device_hours
         shown = {**_fields(row), "key": key}
     typer.echo(json.dumps(shown, indent=2) if as_json else key)
     typer.echo(
@@ -83,6 +93,23 @@ def revoke_key(key_id: Annotated[str, typer.Argument(help="key-…, as accrue ke
             )
 
 
+@commands.command("quota")
+def set_quota(
+    key_id: Annotated[str, typer.Argument(help="key-…, as accrue keys list shows it")],
+    device_hours: DeviceHours = None,
+) -> None:
+    """Set a key's quota, or remove it if no hours are given.
+
+    A key that has used up its hours submits no more jobs, and its queued jobs wait; running jobs go on.
+    """
+    from app.usage import quotas
+
+    with _database() as database, database.writing() as session:
+        row = quotas.set_quota(session, key_id, device_hours)
+        limit = "no quota" if device_hours is None else f"a quota of {device_hours:,g} device hours a month"
+        typer.echo(f"{row.id} ({row.name}) has {limit}.")
+
+
 @contextmanager
 def _database(*, making: bool = False) -> Iterator["Database"]:
     from app.settings import get_settings
@@ -111,6 +138,7 @@ def _fields(row: "Key") -> dict[str, Any]:
         "id": row.id,
         "name": row.name,
         "scopes": row.scopes,
+        "device_hours": row.device_hours,
         **{name: _date(getattr(row, name)) for name in times},
     }
 

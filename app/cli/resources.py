@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from app.cli.client import Client
-from app.cli.options import DEFAULT_URL, AsJson, Columns, SampleBy, Url, columns_of
+from app.cli.options import DEFAULT_URL, AsJson, Columns, SampleBy, Url, columns_of, without_none
 
 commands = typer.Typer()
 models = typer.Typer(invoke_without_command=True)
@@ -98,3 +98,29 @@ def gpus(url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
         typer.echo(json.dumps({**seen, "workers": workers}, indent=2))
     else:
         show_gpus(seen, workers)
+
+
+@commands.command()
+def usage(
+    first: Annotated[
+        str | None, typer.Option(help="First day, as 2026-11-01; default: of this month")
+    ] = None,
+    last: Annotated[str | None, typer.Option(help="Last day; default: today (UTC)")] = None,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print it as CSV")] = False,
+    url: Url = DEFAULT_URL,
+    as_json: AsJson = False,
+) -> None:
+    """Show device hours by key and day, and quotas; without the scope admin, only your own."""
+    from app.cli.tables import show_usage
+
+    asked = without_none({"first": first, "last": last})
+    path = "/gradient-accumulation/usage"
+    with Client(url) as client:
+        if as_csv:
+            typer.echo(client.content(path, params=[*asked.items(), ("format", "csv")]).decode(), nl=False)
+            return
+        found = client.get(path, params=asked)
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+        return
+    show_usage(found)

@@ -135,13 +135,38 @@ def show_models(trained: list[dict[str, Any]], to_plan_for: list[dict[str, Any]]
 
 def show_keys(keys: list[dict[str, Any]]) -> None:
     """Shows API keys; times are in UTC."""
-    table = Table(Column("key", no_wrap=True), "name", "scopes", "expires", "last used", box=None)
+    table = Table(Column("key", no_wrap=True), "name", "scopes", "expires", "last used", "quota", box=None)
     for key in keys:
         ends = "revoked" if key["revoked_at"] else _minute(key["expires_at"]) or "never"
         table.add_row(
-            key["id"], key["name"], ", ".join(key["scopes"]), ends, _minute(key["last_used_at"]) or "-"
+            key["id"],
+            key["name"],
+            ", ".join(key["scopes"]),
+            ends,
+            _minute(key["last_used_at"]) or "-",
+            "-" if key["device_hours"] is None else f"{key['device_hours']:,g} h a month",
         )
     console.print(table if keys else "No keys yet: the service accepts requests from this machine only.")
+
+
+def show_usage(usage: dict[str, Any]) -> None:
+    """Shows device hours by key and day, and how far quotas are used up."""
+    table = Table("day", Column("key", no_wrap=True), "name", "device hours", "attempts", box=None)
+    for each in usage["data"]:
+        table.add_row(
+            each["day"], each["key_id"] or "-", each["key_name"] or "-", f"{each['device_hours']:,.2f}",
+            str(each["attempts"]),
+        )  # fmt: skip
+    console.print(table if usage["data"] else "Nothing was used on these days.")
+    console.print(
+        f"{usage['first']} to {usage['last']}: {usage['device_hours']:,.2f} device hours", highlight=False
+    )
+    for each in usage["quotas"]:
+        console.print(
+            f"{each['key_id']} ({each['key_name']}): {each['used_device_hours']:,.2f} of "
+            f"{each['device_hours']:,g} device hours used this month; renewed on {each['renewed_on']} (UTC)",
+            highlight=False,
+        )
 
 
 def _minute(time: str | None) -> str | None:

@@ -21,6 +21,7 @@ _BY = {"formula": "by formula", "simulated": "by simulation", "measured": "by me
 
 _REASONS = {
     "no_worker": "no worker is running",
+    "quota_used_up": "its key has used up its device hours of this month",
     "no_matching_worker": "no worker has the required labels",
     "no_free_gpu": "not enough free devices",
     "retry_delay": "waiting to retry",

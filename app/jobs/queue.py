@@ -43,6 +43,7 @@ from app.storage.compiled import Prepared
 from app.storage.database import database_now, optional_part
 from app.storage.session import Session
 from app.storage.tables import Attempt, Job, Worker
+from app.usage import quotas, records
 
 MAX_FAILURES = 3
 """A job ends as failed with this many crashes since its last new checkpoint."""
@@ -169,6 +170,10 @@ def _claim(dialect: str) -> Any:
         ),
         jobs.c.gpu_mask.bitwise_and(free_gpus) == jobs.c.gpu_mask,
         jobs.c.place < bindparam("before_place", type_=Double),
+        or_(
+            jobs.c.owner.is_(None),
+            jobs.c.owner.not_in(_texts_of(bindparam("used_up", type_=String), dialect)),
+        ),
         worker_meets(bindparam("labels", type_=String), dialect),
     )
     following = (
@@ -222,6 +227,7 @@ def claim(
         "shrink_above": free.shrink_above,
         "of_worker": free.of_worker,
         "shrinkable": json.dumps(free.shrinkable),
+        "used_up": json.dumps(quotas.used_up(session)),
     }
     claimed = _CLAIM.run(session, values)
     if not claimed:
@@ -437,6 +443,8 @@ def _close_attempt(session: Session, fence: Fence, outcome: str) -> None:
     )
     with optional_part(session, "the totals of a job"):
         totals.store_totals(session, fence.job_id)
+    with optional_part(session, "the usage of a key"):
+        records.record(session, fence.job_id, fence.attempt)
 
 
 def _error(failure: Failure) -> dict[str, Any]:

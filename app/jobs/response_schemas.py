@@ -107,7 +107,7 @@ class ResultResponse(ResponseModel):
     """The results of independent replicas; null: the devices trained one model."""
 
 
-Reason = Literal["no_worker", "no_matching_worker", "no_free_gpu", "retry_delay", "starting"]
+Reason = Literal["no_worker", "no_matching_worker", "no_free_gpu", "retry_delay", "quota_used_up", "starting"]
 
 
 class Waiting(ResponseModel):

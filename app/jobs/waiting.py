@@ -15,6 +15,7 @@ from app.storage.compiled import Prepared
 from app.storage.database import database_now
 from app.storage.session import Session
 from app.storage.tables import Job, Worker
+from app.usage import quotas
 
 
 class _Worker(NamedTuple):
@@ -60,14 +61,22 @@ class WaitingReasons:
         ]
         return float(rows[0][0]), workers
 
+    @cached_property
+    def _used_up(self) -> frozenset[str]:
+        """The keys whose device hours are used up."""
+        return frozenset(quotas.used_up(self._where))
+
     def of(self, job: Job) -> Waiting | None:
         """Why a job waits and its queue position; None if it does not wait."""
         if job.status != "queued":
             return None
         self._mark = self._position_of(job)
         later = job.not_before > self._now_and_workers[0]
+        reason = self._reason(later=later, devices=job.device_count, requirements=job.requirements)
+        if reason in ("no_free_gpu", "starting") and job.owner in self._used_up:
+            reason = "quota_used_up"
         return Waiting(
-            reason=self._reason(later=later, devices=job.device_count, requirements=job.requirements),
+            reason=reason,
             queue_position=self._mark.ahead + 1,
             predicted_start=int(job.not_before) + 1 if later else None,
         )

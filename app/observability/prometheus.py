@@ -19,6 +19,7 @@ from app.statistics import counters
 from app.storage.database import Database, database_now
 from app.storage.session import Session
 from app.storage.tables import Job, Measurement, Worker
+from app.usage import records
 
 _STATES: tuple[JobStatus, ...] = get_args(JobStatus)
 _REASONS: tuple[Reason, ...] = get_args(Reason)
@@ -70,6 +71,7 @@ class _FromDatabase(Collector):
             yield from _counters(session)
             yield _prediction_error(session)
             yield _workers(session)
+            yield _usage(session)
         yield from _gpus()
 
 
@@ -133,6 +135,14 @@ def _workers(session: Session) -> Metric:
     alive = select(func.count()).select_from(Worker)
     alive = alive.where(Worker.heartbeat_at > database_now() - SILENT_SECONDS)
     return GaugeMetricFamily("accrue_workers_alive", "Workers seen lately", value=session.scalar(alive) or 0)
+
+
+def _usage(session: Session) -> Metric:
+    text = "Time on devices of ended attempts, by API key; the key is empty for jobs submitted without one"
+    family = CounterMetricFamily("accrue_device_seconds", text, labels=["key"])
+    for owner, seconds in records.by_owner(session).items():
+        family.add_metric([owner], seconds)
+    return family
 
 
 def _gpus() -> Iterable[Metric]:

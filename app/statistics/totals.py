@@ -28,7 +28,7 @@ Filters = Sequence[ColumnElement[bool]]
 def store_totals(session: Session, job_id: str) -> None:
     """Stores a job's totals at the end of an attempt."""
     skipped = func.coalesce(func.max(Job.progress["skipped"].as_integer()), 0)
-    seconds = _device_seconds(is_postgresql=session.get_bind().dialect.name == "postgresql")
+    seconds = device_seconds(is_postgresql=session.get_bind().dialect.name == "postgresql")
     attempts = select(_sum(seconds)).where(Attempt.job_id == job_id)
     last = select(StepMetric.loss).where(StepMetric.job_id == job_id)
     last = last.order_by(StepMetric.step.desc()).limit(1)
@@ -105,14 +105,14 @@ def _of_steps(connection: Connection, running: Filters) -> Select[Any]:
     )  # fmt: skip
     ids = select(Job.id).where(*running)
     skipped = select(_sum(windows)).where(*running)
-    attempts = select(_sum(_device_seconds(is_postgresql=postgresql))).where(Attempt.job_id.in_(ids))
+    attempts = select(_sum(device_seconds(is_postgresql=postgresql))).where(Attempt.job_id.in_(ids))
     return select(
         func.count(), _sum(StepMetric.samples), _sum(StepMetric.tokens), skipped.scalar_subquery(),
         _sum(_SECONDS), attempts.scalar_subquery(),
     ).where(StepMetric.job_id.in_(ids))  # fmt: skip
 
 
-def _device_seconds(*, is_postgresql: bool) -> ColumnElement[Any]:
+def device_seconds(*, is_postgresql: bool) -> ColumnElement[Any]:
     """The time of an attempt, for each of its devices."""
     if is_postgresql:
         ranks = func.jsonb_array_length(Attempt.plan["ranks"])

@@ -279,6 +279,22 @@ class Key(Base):
     expires_at: Mapped[float | None]
     revoked_at: Mapped[float | None]
     last_used_at: Mapped[float | None]
+    device_hours: Mapped[float | None]
+    """The quota: hours on devices in a calendar month; None: no limit."""
+
+
+class Usage(Base):
+    """The time on devices of each key and day (app/usage/records.py)."""
+
+    __tablename__ = "usage"
+    __table_args__ = BY_JOB
+
+    owner: Mapped[str] = mapped_column(primary_key=True)
+    """The id of the key; empty for jobs that were submitted without one."""
+    day: Mapped[int] = mapped_column(primary_key=True)
+    """Days since 1970, in UTC."""
+    device_seconds: Mapped[float]
+    attempts: Mapped[int]
 
 
 class AnsweredRequest(Base):

@@ -1,4 +1,4 @@
-"""The limit of a key's waiting jobs."""
+"""The limits of a key: its waiting jobs, and its hours on devices."""
 
 from app.errors import QuotaExceeded
 from app.jobs import lifecycle, queue, transitions
@@ -6,6 +6,7 @@ from app.settings import Settings
 from app.storage.database import lock_until_commit
 from app.storage.session import Session
 from app.storage.tables import Job
+from app.usage import quotas
 
 _QUOTA_LOCK_DISTANCE = 200
 """If fewer than this many jobs are left in the quota, submissions on PostgreSQL check it one at a time. If
@@ -27,8 +28,9 @@ def check_quota(session: Session, settings: Settings, jobs: int = 1) -> None:
     """Checks that the key may have so many more waiting jobs.
 
     Raises:
-        QuotaExceeded: the key would exceed its limit of waiting jobs.
+        QuotaExceeded: the key would exceed its limit of waiting jobs, or has used up its device hours.
     """
+    quotas.check(session, session.viewer.creator)
     most = settings.max_queued_jobs
     waiting = _count_waiting(session, most)
     # Several jobs at once are rare, and few such requests could exceed the distance together.

@@ -85,7 +85,8 @@ class BodyLimits:
                 await send(message)
 
             whole = not is_file_upload(scope)
-            yield _limited(receive, self.most_bytes(scope), admit, whole=whole), send_after_turn
+            limit = self.most_bytes(scope)
+            yield _limited(receive, limit, too_large(scope, limit), admit, whole=whole), send_after_turn
 
 
 def is_file_upload(scope: Scope) -> bool:
@@ -107,11 +108,15 @@ def _nothing() -> None:
     """The end of a request that was not counted."""
 
 
-def too_large(limit: int) -> str:
-    return (
-        f"The body is larger than {limit} bytes: upload the data with POST /v1/files and name it by its "
-        "file_id, or raise ACCRUE_MAX_BODY_BYTES or ACCRUE_MAX_FILE_BYTES."
-    )
+def too_large(scope: Scope, limit: int) -> str:
+    """What to do if a body has more than `limit` bytes."""
+    if is_file_upload(scope):
+        return f"The upload is larger than {limit} bytes: split the file, or raise ACCRUE_MAX_FILE_BYTES."
+    upload = "upload the data with POST /v1/files and name it by its file_id"
+    path = scope["path"].removeprefix(scope.get("root_path", ""))
+    if path.startswith(_WITH_DATA):
+        return f"The body is larger than {limit} bytes: {upload}, or raise ACCRUE_MAX_BODY_BYTES."
+    return f"The body is larger than {limit} bytes, the most that this route accepts: {upload}."
 
 
 _TOO_MANY_VALUES = (
@@ -136,11 +141,17 @@ async def _charge(scope: Scope, key_id: str | None, values: int) -> None:
 
 
 def _limited(
-    receive: Receive, limit: int, admit_body: Callable[[int, int], Awaitable[None]], *, whole: bool
+    receive: Receive,
+    limit: int,
+    why: str,
+    admit_body: Callable[[int, int], Awaitable[None]],
+    *,
+    whole: bool,
 ) -> Receive:
     """Limits the size of a body, even without a content-length, and the time in which it must arrive.
 
     Args:
+        why: the message if it is larger.
         admit_body: called with the number of values in a whole body and its size in bytes.
         whole: whether the time limit is for the whole body; otherwise it is for each part.
     """
@@ -162,7 +173,7 @@ def _limited(
         body = message.get("body", b"")
         taken += len(body)
         if taken > limit:
-            raise HTTPException(TooLarge.status, too_large(limit))
+            raise HTTPException(TooLarge.status, why)
         values += sum(map(body.count, (b",", b"[", b"{"))) if whole else 0
         if values > _MAX_VALUES:
             raise HTTPException(TooLarge.status, _TOO_MANY_VALUES)

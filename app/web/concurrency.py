@@ -17,10 +17,11 @@ _MAX_WAITING_PER_KEY = 100
 
 
 class ConcurrencyLimit:
-    """The number of transfers in progress, per key and in total.
+    """A limit on requests of one kind (uploads, comparisons, …) that are in progress at the same time, per
+    key and in total.
 
     Args:
-        what: the transfers' name in error messages, in the plural.
+        what: their name in error messages, in the plural.
     """
 
     def __init__(self, what: str, *, per_key: int, total: int) -> None:
@@ -29,7 +30,7 @@ class ConcurrencyLimit:
         self._counting = threading.Lock()
 
     def acquire(self, key_id: str | None) -> Callable[[], None]:
-        """Counts one more transfer. Returns a function that must be called once at its end.
+        """Counts one more request. Returns a function that must be called once at its end.
 
         Raises:
             TooManyRequests: the key, or all keys together, have reached the maximum.
@@ -54,7 +55,7 @@ class ConcurrencyLimit:
 
     @contextmanager
     def counted(self, key_id: str | None) -> Iterator[None]:
-        """Counts a transfer for the duration of the block.
+        """Counts a request for the duration of the block.
 
         Raises:
             TooManyRequests: the key, or all keys together, have reached the maximum.

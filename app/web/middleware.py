@@ -164,8 +164,8 @@ class RequestMiddleware:
         limit, length = self.bodies.most_bytes(scope), headers.get("content-length", "0")
         if length.isdigit() and (len(length) > _MAX_LENGTH_DIGITS or int(length) > limit):
             return problem_response(
-                request, TooLarge.status, TooLarge.code, TooLarge.title, too_large(limit), param="body",
-                headers={"Connection": "close"},
+                request, TooLarge.status, TooLarge.code, TooLarge.title, too_large(scope, limit),
+                param="body", headers={"Connection": "close"},
             )  # fmt: skip
         if scope["method"] in _READ_METHODS or path in _PUBLIC_PATHS:
             return None  # without a body, the route's own check of the key is early enough

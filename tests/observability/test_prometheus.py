@@ -31,7 +31,7 @@ def test_metrics_cover_the_queue_and_http_responses(client: TestClient) -> None:
     assert found["accrue_jobs"][("running",)] == 0
     assert found["accrue_queue_jobs"] == {
         ("no_worker",): 2, ("no_matching_worker",): 0, ("no_free_gpu",): 0, ("retry_delay",): 0,
-        ("starting",): 0,
+        ("starting",): 0, ("quota_used_up",): 0,
     }  # fmt: skip
     assert 0 <= found["accrue_queue_oldest_seconds"][()] < 60
     assert found["accrue_workers_alive"][()] == 0

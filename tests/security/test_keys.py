@@ -60,6 +60,7 @@ def theirs(client: TestClient, database: Database) -> tuple[dict[str, str], dict
         "file_id": file["id"], "config_id": config["config_id"], "training_id": job["id"],
         "fine_tuning_job_id": job["id"], "identifier": job["id"],
         "profile_id": "profile-000000000000",  # measurements are everybody's
+        "tool": "trl",
         "name": "trace.json",
         "export_id": "export-00000000000000000000000000",  # found by its job's id only
         "model": f"ft:accrue/tiny-gpt2:accrue::{job['id'].removeprefix('ftjob-')}",

@@ -24,8 +24,8 @@ def skip(training: TrainingRun, window: Indices, trained: TrainedWindow | None) 
         named = []
         if trained.result.rejected_by_filter:
             reason = (
-                f"its loss of {trained.result.loss:.4g} is a spike. Positions of the samples with the "
-                "highest losses, from 0:"
+                f"its loss of {trained.result.loss:.4g} is a spike. Samples with the highest losses, "
+                "numbered from 0 among the training samples (held-out ones are not counted):"
             )
             if training.group.leads and not training.replica.is_sharded:
                 named = _highest_losses(training, counted)

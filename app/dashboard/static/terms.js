@@ -49,7 +49,7 @@ const TERMS = {
   certificate:
     "Before the first step, the first window's gradient was computed in two different splits; this is their relative difference. A small value shows that accumulation does not change this model's gradient.",
   export:
-    "A copy of the model for other tools: a whole model for vLLM, Ollama or transformers, LoRA's adapters, or a GGUF file. A worker compares it with the trained model on held-out samples, and an export that predicts other tokens in more than 0.1 % of cases (8 bits: 10 %) fails. DIR in the commands is the folder into which you unpack the files.",
+    "A copy of the model for other tools: a whole model for vLLM, Ollama or transformers, LoRA's adapters, or a GGUF file. A worker compares it with the trained model on held-out samples, and an export fails if it predicts other tokens in more than 0.1 % of cases (8 bits: 10 %), not counting near ties, in which the trained model finds both tokens about equally probable. DIR in the commands is the folder into which you unpack the files.",
   evidence:
     "measured: in a run on this service; simulated: by simulating the training step, without a GPU; formula: from the model's sizes; literature: a rule of thumb with its source; requested: your own value.",
   completions:

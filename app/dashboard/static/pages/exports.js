@@ -49,7 +49,7 @@ export function exportSection(job, signal) {
   }
 
   function ready(made) {
-    const { agreement, tokens, samples, held_out: held } = made.verification;
+    const { agreement, near_ties: ties, tokens, samples, held_out: held } = made.verification;
     const commands = [made.commands.vllm, made.commands.ollama].filter(Boolean);
     const element = h(
       "div",
@@ -58,7 +58,8 @@ export function exportSection(job, signal) {
         "p",
         {},
         `${bytes(made.bytes)}. It predicts the same as the trained model in ${percent(agreement)} of ${number(tokens)} cases, `,
-        `on ${number(samples)} ${held ? "held-out" : "training"} samples.`,
+        `on ${number(samples)} ${held ? "held-out" : "training"} samples`,
+        ties ? `; ${percent(ties)} more are near ties.` : ".",
       ),
       made.notes.map((note) => h("p", { class: "muted" }, note)),
       commands.map((command) => h("p", {}, h("code", {}, command))),

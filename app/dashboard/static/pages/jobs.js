@@ -14,6 +14,7 @@ const REASONS = {
   no_matching_worker: "no worker has the required labels",
   no_free_gpu: "not enough free devices",
   retry_delay: "waiting to retry",
+  quota_used_up: "its key has used up its device hours of this month",
   starting: "waiting for a worker to claim it",
 };
 const COLUMNS = [

@@ -1,0 +1,1 @@
+"""How much time on devices each key has used, and its quota."""
