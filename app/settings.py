@@ -59,6 +59,11 @@ class Settings(BaseSettings):
     max_file_bytes: int = Field(512 * 2**20, ge=1024, description="Largest training file")
     max_line_bytes: int = Field(8 * 2**20, ge=1024, description="Longest line of a training file")
     max_queued_jobs: int = Field(1000, ge=1, description="Limit on the waiting jobs of one key")
+    fair_share: bool = Field(
+        False,
+        description="Workers first start jobs of the key that has used devices least lately; "
+        "off: jobs start in the order of the queue",
+    )
     max_stored_bytes: int | None = Field(
         None, ge=0, description="Limit on the bytes of the files that one key stores; unset: the disk's"
     )

@@ -283,7 +283,13 @@ class Supervisor:
         """Claims a job for the first offer that some job can use. Returns it with the devices offered."""
         for devices, offer in offers:
             with self.database.writing() as session:
-                fence = queue.claim(session, self.id, self.settings.lease_seconds, offer)
+                fence = queue.claim(
+                    session,
+                    self.id,
+                    self.settings.lease_seconds,
+                    offer,
+                    fairly=self.settings.fair_share,
+                )
             if fence is not None:
                 return fence, devices
         return None, []

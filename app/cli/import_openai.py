@@ -33,7 +33,8 @@ def import_jobs(
     job: Annotated[
         list[str] | None,
         typer.Option(
-            help="A job of the account, ftjob-…; may be repeated. Without it: the newest", show_default=False
+            help="A job of the account, ftjob-…; may be repeated. Without it: the newest jobs, up to --limit",
+            show_default=False,
         ),
     ] = None,
     limit: Annotated[

@@ -27,14 +27,14 @@ from app.jobs.openai_schemas import (
 )
 from app.models.trained_models import name_of, result_file_of
 from app.planning.inputs import PlanningInputs
-from app.planning.learning_rate import default_rate
+from app.planning.learning_rate import openai_base_rate
 from app.results import checkpoints
 from app.results.checkpoints import Checkpoint
 from app.results.series import evaluations
 from app.settings import Settings
 from app.storage.session import Session
 from app.storage.tables import Job, JobEvent, StepMetric
-from app.submissions import admission, openai_requests, quota
+from app.submissions import admission, key_limits, openai_requests
 from app.submissions.admission import AdmittedRequest
 from app.submissions.handler import SubmissionHandler, submit
 from app.submissions.idempotency import IdempotentRequest
@@ -134,7 +134,7 @@ def pause(session: Writing, fine_tuning_job_id: JobId) -> FineTuningJob:
 
 @router.post("/{fine_tuning_job_id}/resume", summary="Resume a paused fine-tuning job")
 def resume(session: Writing, settings: CurrentSettings, fine_tuning_job_id: JobId) -> FineTuningJob:
-    return answer(quota.resume(session, fine_tuning_job_id, settings))
+    return answer(key_limits.resume(session, fine_tuning_job_id, settings))
 
 
 @router.get("/{fine_tuning_job_id}/events", summary="List a job's events, newest first")
@@ -188,7 +188,7 @@ def list_checkpoints(
 def answer(job: Job) -> FineTuningJob:
     """A job in OpenAI's shape."""
     spec = Spec.model_validate(job.spec)
-    base = default_rate(spec.objective, adapters=spec.method.lora is not None)
+    base = openai_base_rate(spec.objective, adapters=spec.method.lora is not None)
     multiplier = job.training_config["learning_rate"] / base
     hyperparameters = HyperparametersResponse(
         n_epochs=spec.epochs or "auto",

@@ -43,7 +43,7 @@ from app.storage.compiled import Prepared
 from app.storage.database import database_now, optional_part
 from app.storage.session import Session
 from app.storage.tables import Attempt, Job, Worker
-from app.usage import quotas, records
+from app.usage import fair_share, quotas, records
 
 MAX_FAILURES = 3
 """A job ends as failed with this many crashes since its last new checkpoint."""
@@ -159,6 +159,7 @@ def _texts_of(array: ColumnElement[str], dialect: str) -> Any:
 def _claim(dialect: str) -> Any:
     jobs: Any = Job.__table__
     free_gpus: BindParameter[int] = bindparam("free_gpus", type_=BigInteger)
+    owner: BindParameter[str | None] = bindparam("owner", type_=String)
     fits = and_(
         or_(
             jobs.c.device_count <= bindparam("free_devices", type_=Integer),
@@ -170,6 +171,7 @@ def _claim(dialect: str) -> Any:
         ),
         jobs.c.gpu_mask.bitwise_and(free_gpus) == jobs.c.gpu_mask,
         jobs.c.place < bindparam("before_place", type_=Double),
+        or_(owner.is_(None), func.coalesce(jobs.c.owner, records.NOBODY) == owner),
         or_(
             jobs.c.owner.is_(None),
             jobs.c.owner.not_in(_texts_of(bindparam("used_up", type_=String), dialect)),
@@ -211,11 +213,14 @@ def claim(
     worker_id: str,
     lease_seconds: float,
     free: Offer = ONE_DEVICE,
+    *,
+    fairly: bool = False,
 ) -> Fence | None:
     """Claims the next queued job for this worker, as a new attempt; returns None if no job may start.
 
     Args:
         free: the devices that the worker offers.
+        fairly: whether keys take turns by what they have used lately (app/usage/fair_share.py).
     """
     values = {
         "worker": worker_id,
@@ -229,7 +234,10 @@ def claim(
         "shrinkable": json.dumps(free.shrinkable),
         "used_up": json.dumps(quotas.used_up(session)),
     }
-    claimed = _CLAIM.run(session, values)
+    owners = fair_share.order(session) if fairly else [None]
+    claimed = next(
+        (found for owner in owners if (found := _CLAIM.run(session, {**values, "owner": owner}))), []
+    )
     if not claimed:
         return None
     ((job_id, attempt),) = claimed

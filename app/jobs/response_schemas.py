@@ -183,7 +183,8 @@ class DryRunResponse(ResponseModel):
     actual_batch_size_per_gpu: int
     predicted_tokens: int | None = Field(
         None,
-        description="Tokens in all samples of the run: counted by an earlier job, or estimated from bytes",
+        description="Tokens in all samples of the run: from the lengths that an earlier job counted or a "
+        "worker measured, or else estimated from bytes",
     )
     predicted_duration_seconds: float | None = Field(
         None, description="From the claim to the end; null: nothing is known of this kind of device yet"
@@ -196,7 +197,7 @@ class DryRunResponse(ResponseModel):
     )
     gpu_cost: float | None = Field(None, description="Cost of gpu_hours, if ACCRUE_GPU_HOUR_COST is set")
     measured_by: str | None = Field(
-        None, description="The finished job on which the estimates of duration and tokens are based"
+        None, description="The finished job whose speed the predicted duration is based on"
     )
 
 

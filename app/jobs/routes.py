@@ -30,7 +30,7 @@ from app.settings import Settings
 from app.storage.session import Session
 from app.storage.tables import Job, JobEvent
 from app.storage.waits import WaitLimiter
-from app.submissions import admission, quota
+from app.submissions import admission, key_limits
 from app.submissions.admission import AdmittedRequest
 from app.submissions.handler import SubmissionHandler, as_json, submit
 from app.submissions.idempotency import IdempotentRequest
@@ -145,12 +145,12 @@ def stop(session: Writing, training_id: JobId) -> JobResponse:
 @router.post("/{training_id}/resume", summary="Resume a job that is paused or timed out")
 def resume(session: Writing, settings: CurrentSettings, training_id: JobId) -> JobResponse:
     """A job that timed out continues from its last checkpoint, and its `timeout_seconds` starts over."""
-    return _answer(session, quota.resume(session, training_id, settings))
+    return _answer(session, key_limits.resume(session, training_id, settings))
 
 
 @router.post("/{training_id}/start", summary="Start a job that was submitted with auto_start false")
 def start(session: Writing, settings: CurrentSettings, training_id: JobId) -> JobResponse:
-    return _answer(session, quota.resume(session, training_id, settings))
+    return _answer(session, key_limits.resume(session, training_id, settings))
 
 
 @router.post(
@@ -171,7 +171,7 @@ def retry(
         replayed = idempotency.replay(session)
         if replayed is not None:
             return replayed
-        quota.check_quota(session, settings)
+        key_limits.check_limits(session, settings)
         answer = _answer(session, lifecycle.retry(session, training_id))
         idempotency.remember(session, answer, 202)
     return answer

@@ -22,7 +22,7 @@ from app.memory_profiles.profiles import ProfileKey
 from app.models import base_models, starting_models
 from app.planning.defaults import DEFAULT_MAX_LENGTH, memory_limits, method_spec
 from app.planning.devices import GIB, MIB, Device, common_name, parse_declared
-from app.planning.learning_rate import rate_for
+from app.planning.learning_rate import default_rate
 from app.planning.memory import OPTIMIZER_STATES
 from app.planning.planner import Question
 from app.planning.recipes import make_recipe, unsupported
@@ -150,7 +150,7 @@ async def configure_tool(
         raise Unprocessable(f"No configuration is written. {answered.explanation}", field="model_name")
     question = (await to_thread.run_sync(_look_up, requested, settings, database)).question
     method = method_spec(requested.method)
-    rate = requested.learning_rate or rate_for(requested.objective, adapters=method.lora is not None)
+    rate = requested.learning_rate or default_rate(requested.objective, adapters=method.lora is not None)
     try:
         split = split_evenly(
             requested.target_effective_batch_size,

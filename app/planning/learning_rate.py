@@ -59,7 +59,7 @@ REWARD_LORA_LEARNING_RATE = 1e-4
 """For reward models with adapters: the default of TRL."""
 
 
-def rate_for(objective: ObjectiveName, *, adapters: bool) -> float:
+def default_rate(objective: ObjectiveName, *, adapters: bool) -> float:
     """The learning rate of an objective, if none is requested."""
     if objective == "reward":
         return REWARD_LORA_LEARNING_RATE if adapters else REWARD_LEARNING_RATE
@@ -68,6 +68,6 @@ def rate_for(objective: ObjectiveName, *, adapters: bool) -> float:
     return PREFERENCE_LORA_LEARNING_RATE if adapters else PREFERENCE_LEARNING_RATE
 
 
-def default_rate(objective: ObjectiveSpec | None, *, adapters: bool) -> float:
+def openai_base_rate(objective: ObjectiveSpec | None, *, adapters: bool) -> float:
     """The rate that OpenAI's learning_rate_multiplier multiplies."""
-    return DEFAULT_LEARNING_RATE if objective is None else rate_for(objective.name, adapters=adapters)
+    return DEFAULT_LEARNING_RATE if objective is None else default_rate(objective.name, adapters=adapters)

@@ -1,4 +1,4 @@
-"""Admission: checks a request, fills in its defaults, plans it, and enforces its owner's quota."""
+"""Admission: checks a request, fills in its defaults, plans it, and enforces its owner's limits."""
 
 import json
 from collections.abc import Callable, Sequence

@@ -26,7 +26,7 @@ from app.storage.session import Session
 from app.storage.tables import Job
 from app.submissions.admission import AdmittedRequest
 from app.submissions.idempotency import IdempotentRequest
-from app.submissions.quota import check_quota
+from app.submissions.key_limits import check_limits
 
 RunSlowly = Callable[[Callable[[], Response]], Awaitable[Response]]
 
@@ -107,7 +107,7 @@ class SubmissionHandler(ABC):
                 if stored is not None:
                     most = self.settings.max_stored_bytes
                     submissions = [_add_file(session, checked[0], path, stored, duplicate_id, most)]
-                check_quota(session, self.settings, len(submissions))
+                check_limits(session, self.settings, len(submissions))
                 jobs = [self._submit(session, each) for each in submissions]
                 answer = self.answer(session, jobs)
                 self._idempotency.remember(session, answer, self.status)

@@ -15,7 +15,7 @@ from app.contract.objective import (
 from app.contract.spec import DataSpec
 from app.errors import Unprocessable
 from app.jobs.training_config import TrainingConfig
-from app.planning.learning_rate import rate_for
+from app.planning.learning_rate import default_rate
 
 _FIELD = "training_config.objective"
 _SHAPES: dict[DataFormat, str] = {
@@ -63,7 +63,7 @@ def training_for(training: TrainingConfig, data: DataFormat) -> TrainingConfig:
                 field="training_config.label_smoothing",
             )
         if "learning_rate" not in training.model_fields_set:
-            changes["learning_rate"] = rate_for(name, adapters=training.method != "full")
+            changes["learning_rate"] = default_rate(name, adapters=training.method != "full")
     return training.model_copy(update=changes)
 
 

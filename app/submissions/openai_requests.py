@@ -10,7 +10,7 @@ from app.errors import AccrueError, Unprocessable
 from app.jobs.openai_schemas import FineTuningRequest, Hyperparameters
 from app.jobs.request_schemas import TrainingRequest
 from app.planning.inputs import PlanningInputs
-from app.planning.learning_rate import default_rate
+from app.planning.learning_rate import openai_base_rate
 from app.planning.recommendations import recommended_rate
 from app.settings import Settings
 from app.submissions import admission
@@ -43,7 +43,7 @@ def _check(requested: FineTuningRequest, inputs: PlanningInputs, settings: Setti
     if chosen.learning_rate_multiplier != "auto":
         base = requested.training_config.learning_rate
         if "learning_rate" not in requested.training_config.model_fields_set:
-            base = default_rate(spec.objective, adapters=spec.method.lora is not None)
+            base = openai_base_rate(spec.objective, adapters=spec.method.lora is not None)
         training = native.training_config.model_copy(
             update={"learning_rate": base * chosen.learning_rate_multiplier}
         )

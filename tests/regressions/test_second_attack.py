@@ -20,7 +20,7 @@ from app.planning.catalogue import TINY_GPT2
 from app.planning.devices import parse_device
 from app.settings import Settings
 from app.storage.database import Database
-from app.submissions import quota
+from app.submissions import key_limits
 from tests.harness.dripping import slow_server
 from tests.harness.requests import JOB, PATH, key_for, service, submit
 from tests.harness.specs import make_spec
@@ -100,7 +100,7 @@ def test_the_quota_holds_under_concurrent_submissions(database: Database, settin
     def resume(job_id: str) -> bool:
         try:
             with database.writing() as session:
-                quota.resume(session, job_id, few)
+                key_limits.resume(session, job_id, few)
         except QuotaExceeded:
             return False
         return True

@@ -16,7 +16,7 @@ from app.settings import Settings
 from app.storage.database import Database, database_now
 from app.storage.session import Viewer
 from app.storage.tables import Attempt, Job, Key, Usage
-from app.submissions.quota import check_quota
+from app.submissions.key_limits import check_limits
 from app.usage import quotas, records
 from tests.harness.claims import claim, in_transaction
 from tests.harness.requests import PATH, service
@@ -141,10 +141,10 @@ def test_submissions_are_refused_once_the_quota_is_used_up(
     viewer = Viewer(owner=team, creator=team)
     with database.seen_by(viewer).writing() as session:
         if not refused:
-            check_quota(session, settings)
+            check_limits(session, settings)
             return
         with pytest.raises(QuotaExceeded, match=r"submit again from 20\d\d-\d\d-01"):
-            check_quota(session, settings)
+            check_limits(session, settings)
 
 
 def run_for_free(database: Database, team: str) -> None:

@@ -74,8 +74,8 @@ def _remedies(plan: Plan) -> str:
     )
     if others and not fitting:
         return (
-            f"use a GPU with more memory. These changes need less of it, but are not predicted to fit into "
-            f"{limit / GIB:.2f} GiB alone (predicted peak for one sample): {described}"
+            "use a GPU with more memory. Each of these changes needs less of it, but none is predicted to be "
+            f"enough alone: {limit / GIB:.2f} GiB may be used (predicted peak for one sample): {described}"
         )
     return (
         "use a GPU with more memory, or make one of these changes (predicted peak for one sample, of "

@@ -61,8 +61,9 @@ def samples_at_fault(
         if interrupted():
             break
         add(sample)
-        if not window.finite():
+        if not window.is_finite():
             faults.append(sample)
+        window.abandon()
     return faults
 
 

@@ -139,7 +139,8 @@ def _pass(training: TrainingRun, window: Indices, groups: Groups) -> float | Non
     fits = False
     try:
         accumulate(training, window, [groups], training.loader.samples.denominator(window) or 1.0)
-        training.replica.window.finite()  # waits for the device
+        training.replica.window.is_finite()  # waits for the device
+        training.replica.window.abandon()
         fits = True
     except RuntimeError as error:
         if not device_errors.is_out_of_memory(error):

@@ -376,14 +376,12 @@ class Window:
         """Sums over the ranks, if each holds only a part of the gradient."""
         return self._group.sum(numbers) if self._gradients.is_sharded else list(numbers)
 
-    def finite(self) -> bool:
-        """Whether loss and gradient so far are finite; the window is abandoned."""
-        assert self._loss is not None, "finite() before the first add()"
+    def is_finite(self) -> bool:
+        """Whether loss and gradient so far are finite; waits for the device."""
+        assert self._loss is not None, "is_finite() before the first add()"
         norm = _norm(_norms(list(self._gradients.sums().values())))
         loss = self._loss if self._extra_loss is None else self._loss + self._extra_loss
-        finite = bool((loss.isfinite() & norm.to(loss.device).isfinite()).item())
-        self.abandon()
-        return finite
+        return bool((loss.isfinite() & norm.to(loss.device).isfinite()).item())
 
     def abandon(self) -> None:
         """Discards what was accumulated; weights and optimizer stay as they are."""

@@ -8,23 +8,24 @@ from app.storage.session import Session
 from app.storage.tables import Job
 from app.usage import quotas
 
-_QUOTA_LOCK_DISTANCE = 200
-"""If fewer than this many jobs are left in the quota, submissions on PostgreSQL check it one at a time. If
-more are left, no lock is needed: fewer requests than this run at the same time, so together they cannot
-exceed the quota."""
+_LOCK_DISTANCE = 200
+"""If fewer than this many more jobs may wait, submissions on PostgreSQL check the limit one at a time. If
+more may, no lock is needed: fewer requests than this run at the same time, so together they cannot exceed
+the limit."""
 
 
 def resume(session: Session, job_id: str, settings: Settings) -> Job:
-    """Resumes a job as `lifecycle.resume` does; a timed-out job counts against its owner's quota again."""
+    """Resumes a job as `lifecycle.resume` does; a timed-out job counts toward its owner's limit of
+    waiting jobs again."""
     job, most = transitions.get(session, job_id), settings.max_queued_jobs
     if lifecycle.timed_out(job):
-        lock_until_commit(session, f"quota of {job.owner}")
+        lock_until_commit(session, f"waiting jobs of {job.owner}")
         if queue.count_waiting(session, job.owner, most) >= most:
             raise _too_many(most)
     return lifecycle.resume(session, job_id)
 
 
-def check_quota(session: Session, settings: Settings, jobs: int = 1) -> None:
+def check_limits(session: Session, settings: Settings, jobs: int = 1) -> None:
     """Checks that the key may have so many more waiting jobs.
 
     Raises:
@@ -34,8 +35,8 @@ def check_quota(session: Session, settings: Settings, jobs: int = 1) -> None:
     most = settings.max_queued_jobs
     waiting = _count_waiting(session, most)
     # Several jobs at once are rare, and few such requests could exceed the distance together.
-    if (jobs > 1 or waiting > most - _QUOTA_LOCK_DISTANCE) and lock_until_commit(
-        session, f"quota of {session.viewer.creator}"
+    if (jobs > 1 or waiting > most - _LOCK_DISTANCE) and lock_until_commit(
+        session, f"waiting jobs of {session.viewer.creator}"
     ):
         waiting = queue.count_waiting(session, session.viewer.creator, most)
     if waiting + jobs > most:
