@@ -12,7 +12,7 @@ AccrueError
 ├── Conflict        409   the current state (of a job, a file, the workers, …) does not allow the operation
 ├── TooLarge        413
 ├── TooManyRequests 429   a key has reached its rate limit, or its limit of concurrent requests
-├── QuotaExceeded   429   a key has too many waiting jobs, or too many stored bytes
+├── QuotaExceeded   429   a key has too many waiting jobs or stored bytes, or has used up its device hours
 ├── Forbidden       403   another machine or web page while no key exists, or beyond a key's scopes
 ├── NotAnswered     500   a model failed while it answered
 ├── Unavailable     503   the service cannot do it at the moment

@@ -61,11 +61,13 @@ class Settings(BaseSettings):
     max_queued_jobs: int = Field(1000, ge=1, description="Limit on the waiting jobs of one key")
     fair_share: bool = Field(
         False,
-        description="Workers first start jobs of the key that has used devices least lately; "
+        description="Workers first start jobs of the key with the least device time in recent weeks; "
         "off: jobs start in the order of the queue",
     )
     max_stored_bytes: int | None = Field(
-        None, ge=0, description="Limit on the bytes of the files that one key stores; unset: the disk's"
+        None,
+        ge=0,
+        description="Limit on the bytes of the files that one key stores; unset: the disk limits it",
     )
     rate_limit: str = Field(
         "6000/minute",

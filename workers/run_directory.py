@@ -65,7 +65,7 @@ from app.contract.reports import (
 )
 
 INTERRUPTED = 75
-"""Exit status of a trainer that was interrupted and has written a checkpoint (EX_TEMPFAIL)."""
+"""Exit status of a trainer that was interrupted, and can continue from what it saved (EX_TEMPFAIL)."""
 
 IN_USE = 73
 """Exit status of a trainer that another one of the same job kept waiting for too long (EX_CANTCREAT)."""
@@ -321,7 +321,7 @@ class RunDirectory:
         yield
         mark.unlink(missing_ok=True)
 
-    def ended_comparing_kernels(self, rank: int) -> bool:
+    def was_ended_while_comparing_kernels(self, rank: int) -> bool:
         """Whether an attempt ended within such a comparison."""
         return (self.path / f"{_KERNELS}-{rank}").exists()
 

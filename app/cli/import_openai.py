@@ -52,7 +52,8 @@ def import_jobs(
 ) -> None:
     """Import supervised and DPO jobs of an OpenAI account, with their files and hyperparameters.
 
-    The account is that of OPENAI_API_KEY (and OPENAI_BASE_URL). Jobs that were imported before are left out.
+    The account is that of OPENAI_API_KEY (and OPENAI_BASE_URL). Jobs that were imported before are not
+    imported again.
     """
     account = _account()
     found: list[dict[str, Any]] = []
@@ -112,7 +113,7 @@ def _import(
     kind = job.method.type if job.method is not None else "supervised"
     if kind not in ("supervised", "dpo"):
         why = f"its method is {printable(kind)}: only supervised and dpo jobs can run here"
-        return {**found, "state": "left out", "error": why}
+        return {**found, "state": "not supported", "error": why}
     if dry_run:
         return {**found, "state": "would be imported"}
     try:

@@ -86,7 +86,9 @@ def delete(job_id: Job, url: Url = DEFAULT_URL) -> None:
 @commands.command()
 def logs(
     job_id: NewestJob = "",
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep following until the job ends")] = False,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Keep following events until the job ends")
+    ] = False,
     steps: Annotated[bool, typer.Option("--steps", help="The log of every step, as JSON lines")] = False,
     url: Url = DEFAULT_URL,
     as_json: Annotated[bool, typer.Option("--json", help="Events as JSON lines")] = False,

@@ -258,7 +258,7 @@ def plan(
     optimizer: Annotated[
         str, typer.Option(help="adamw, adamw_8bit, lion, lamb, lars, sgd, adafactor")
     ] = "adamw",
-    precision: Annotated[str | None, typer.Option(help="bf16, fp16, no, tf32 or pure_bf16")] = None,
+    precision: Annotated[str | None, typer.Option(help="bf16, fp16, no (fp32), tf32 or pure_bf16")] = None,
     checkpointing: Annotated[bool, typer.Option(help="Gradient checkpointing")] = False,
     emit: Annotated[
         str | None,

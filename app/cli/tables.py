@@ -164,7 +164,7 @@ def show_usage(usage: dict[str, Any]) -> None:
     for each in usage["quotas"]:
         console.print(
             f"{each['key_id']} ({each['key_name']}): {each['used_device_hours']:,.2f} of "
-            f"{each['device_hours']:,g} device hours used this month; renewed on {each['renewed_on']} (UTC)",
+            f"{each['device_hours']:,g} device hours used this month; it renews on {each['renews_on']} (UTC)",
             highlight=False,
         )
 

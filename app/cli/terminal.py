@@ -10,6 +10,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from app.cli.client import Client
+from app.contract.objective import OF_SEQUENCES
 from app.planning.devices import GIB, MIB
 
 if TYPE_CHECKING:
@@ -80,7 +81,10 @@ def follow(client: Client, job_id: str, *, stays: bool = True) -> int:
         if stays and job["links"]["model"]:
             was_evaluated = job["result"]["eval_loss"] is not None  # so that there are held-out prompts
             sample = "; accrue sample shows how it completes prompts" if was_evaluated else ""
-            console.print(f"accrue chat talks to the model; accrue download fetches it{sample}")
+            if job["training_config"].get("objective") in OF_SEQUENCES:
+                console.print("accrue download fetches the model")
+            else:
+                console.print(f"accrue chat talks to the model; accrue download fetches it{sample}")
         return 0
     return _show_end(job)
 

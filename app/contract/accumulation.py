@@ -19,7 +19,8 @@ LearningRateRule = Literal["sqrt", "linear", "none"]
 
 
 class AccumulationConfig(Request):
-    """Every field has a default. If a field is null, its description says what that means."""
+    """Every field has a default. Accumulation steps and batch sizes that are null follow from the others, or
+    are planned."""
 
     use_gradient_accumulation: Flag = Field(True, description="false: every micro-batch is a step")
     accumulation_steps: int | None = Field(

@@ -128,10 +128,10 @@ Method = Literal["full", "lora", "qlora"] | LoraMethod | QloraMethod
 
 
 def reject_unknown_arguments(field: str, arguments: Request, allowed: set[str], name: str) -> None:
-    """Rejects arguments that the chosen optimizer or schedule does not take.
+    """Rejects arguments that the chosen optimizer, schedule or objective does not take.
 
     Args:
-        allowed: the names of the arguments that the optimizer or schedule takes.
+        allowed: the names of the arguments that it takes.
 
     Raises:
         ValueError: there is such an argument; the message lists those that are taken.

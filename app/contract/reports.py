@@ -154,8 +154,8 @@ class LogLine(Frozen):
     epoch: Count
     samples: Count
     loss: Number
-    """Sum of the window's losses, divided by its target tokens, or by its samples with a preference
-    objective."""
+    """Sum of the window's losses, divided by its target tokens, or by its samples with objectives
+    other than sft."""
     loss_ema: Number
     gradient_accumulation_steps: Count
     effective_batch_size: Count
@@ -342,7 +342,7 @@ class Outcome(Frozen):
     model as saved."""
     eval_token_accuracy: Number | None = None
     """The share of these tokens that are the model's most likely next token; null with a preference
-    objective."""
+    objective or reward."""
     eval_exact_match: Number | None = None
     """The share of held-out samples of which every target is the most likely next token, so that greedy
     decoding would give exactly the expected answer; null with a preference objective or reward."""

@@ -188,7 +188,7 @@ class Spec(Frozen):
     optimizer: OptimizerSpec
     schedule: ScheduleSpec
     label_smoothing: float
-    """Of the tokens' targets; a preference objective has its own."""
+    """Of the tokens' targets; dpo has one of its own (`ObjectiveSpec`)."""
     aux_scope: AuxScope
     """The scope over which a mixture-of-experts model's load-balancing loss is computed."""
     gradient_clipping: float | None

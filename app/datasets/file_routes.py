@@ -67,9 +67,9 @@ async def upload(
         SampleBy, Form(description="What becomes one sample of a plain text file")
     ] = "document",
 ) -> FileObject | Response:
-    """JSON lines, JSON, CSV, Parquet or plain text, with chats, prompts with completions, or texts; also in
-    Alpaca's and ShareGPT's shapes. Every sample is checked. JSON lines are stored as they are, all other
-    kinds as JSON lines."""
+    """JSON lines, JSON, CSV, Parquet or plain text, with chats, prompts with completions, texts, pairs of
+    answers, labelled answers, or labelled texts; also in Alpaca's and ShareGPT's shapes. Every sample is
+    checked. JSON lines are stored as they are, all other kinds as JSON lines."""
     name = (file.filename or "upload.jsonl")[-200:]
     if not is_storable(name):
         raise Unprocessable("The file's name has a NUL character or a lone surrogate.", field="file")

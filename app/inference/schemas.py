@@ -271,7 +271,7 @@ class CompletionLogprobs(ResponseModel):
 
 
 class CompletionChoice(ResponseModel):
-    index: int = Field(description="Of prompt p and answer a: n * p + a, from 0")
+    index: int = Field(description="n * p + a for answer a to prompt p, all counted from 0")
     text: str
     logprobs: CompletionLogprobs | None = None
     finish_reason: FinishReason | None

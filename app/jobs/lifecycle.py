@@ -105,7 +105,7 @@ def submit(session: Session, submission: Submission) -> Job:
 
 
 MOST_PAUSES = 1000
-"""How often a waiting job can be paused: each time adds an event."""
+"""How often a job can be paused: each time adds an event."""
 
 
 def cancel(session: Session, job_id: str) -> Job:

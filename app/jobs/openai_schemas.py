@@ -21,7 +21,8 @@ Suffix = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$
 
 
 class Hyperparameters(Request):
-    """`"auto"` takes the recommendation."""
+    """`"auto"`: 3 epochs, the recommended batch and, for supervised jobs, the recommended learning rate;
+    others take the default rate of their objective."""
 
     n_epochs: Annotated[int, Field(ge=1, le=10_000)] | Auto = "auto"
     batch_size: Annotated[int, Field(ge=1, le=1_000_000)] | Auto = Field(

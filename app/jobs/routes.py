@@ -138,7 +138,8 @@ def pause(session: Writing, training_id: JobId) -> JobResponse:
 
 @router.post("/{training_id}/stop", summary="End training early, and keep the model")
 def stop(session: Writing, training_id: JobId) -> JobResponse:
-    """A running job finishes its step and saves its model; a waiting one saves its last checkpoint."""
+    """A running job finishes its step and saves its model; for a waiting one, the model of
+    its last checkpoint is saved."""
     return _answer(session, lifecycle.stop(session, training_id))
 
 

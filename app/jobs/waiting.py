@@ -94,7 +94,8 @@ class WaitingReasons:
         return _Position(*reached, self._mark.ahead + (jobs if reached > last else -jobs))
 
     def by_reason(self) -> dict[Reason, int]:
-        """The number of waiting jobs by reason; reasons without jobs are left out."""
+        """The number of waiting jobs by reason, as if each needed one device, and without regard to quotas;
+        reasons without jobs are left out."""
         counted: Counter[Reason] = Counter()
         for later, requirements, jobs in _BY_TIME.run(self._where, {}):
             counted[self._reason(later=bool(later), requirements=requirements)] += jobs

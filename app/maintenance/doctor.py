@@ -143,7 +143,7 @@ def _queue(database: Database) -> Iterator[Finding]:
         )
         refused = session.scalar(select(func.count()).where(ProfileRequest.error.is_not(None)))
     if alive:
-        yield Finding("worker", "ok", f"{alive} at work, {waiting or 'no'} jobs waiting")
+        yield Finding("worker", "ok", f"{alive} alive, {waiting or 'no'} jobs waiting")
     else:
         yield Finding(
             "worker",

@@ -85,7 +85,11 @@ def _jobs(session: Session) -> Metric:
 
 
 def _waiting(session: Session) -> Metric:
-    family = GaugeMetricFamily("accrue_queue_jobs", "Queued jobs by what they wait for", labels=["reason"])
+    family = GaugeMetricFamily(
+        "accrue_queue_jobs",
+        "Queued jobs by what they wait for, as if each needed one device, and without regard to quotas",
+        labels=["reason"],
+    )
     counted = WaitingReasons(session).by_reason()
     for reason in _REASONS:
         family.add_metric([reason], counted.get(reason, 0))

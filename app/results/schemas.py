@@ -35,10 +35,11 @@ class Comparison(ResponseModel):
 class Evaluation(ResponseModel):
     step: int
     loss: float | None
-    """Loss on the validation data; null if it was not a finite number."""
+    """Loss on the validation data; null if it was not finite, or not computed (at step 0, only
+    metrics are)."""
     token_accuracy: float | None
     """Share of the validation data's target tokens that the model predicts; null with a preference
-    objective, and for jobs of versions that did not measure it."""
+    objective or reward, and for jobs of versions that did not measure it."""
     exact_match: float | None = None
     """Share of the validation data's samples of which the model predicts every target token, so that greedy
     decoding gives exactly the expected answer; null with a preference objective or reward."""

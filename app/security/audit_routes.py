@@ -24,7 +24,8 @@ def list_audit(
     after: After = None,
     key_id: Annotated[str | None, Query(max_length=100, description="Only requests with this key")] = None,
 ) -> Page[AuditResponse]:
-    """All requests except reads; with `ACCRUE_AUDIT_READS`, reads too. Requires the scope admin."""
+    """Requests that may change something, and refused ones (401, 403); with `ACCRUE_AUDIT_READS`, all others
+    too. Requires the scope admin."""
     if not caller.may("admin"):
         raise Forbidden("The audit log is for keys with the scope admin.")
     query = select(AuditEntry)

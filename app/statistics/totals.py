@@ -113,7 +113,7 @@ def _of_steps(connection: Connection, running: Filters) -> Select[Any]:
 
 
 def device_seconds(*, is_postgresql: bool) -> ColumnElement[Any]:
-    """The time of an attempt, for each of its devices."""
+    """The seconds of an attempt, multiplied by its number of devices."""
     if is_postgresql:
         ranks = func.jsonb_array_length(Attempt.plan["ranks"])
     else:

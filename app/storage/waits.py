@@ -44,10 +44,10 @@ class WaitLimiter:
             TooManyRequests: too many requests are waiting already.
         """
         if not self.has_place(key_id):
+            own = self._waiting[key_id] >= MAX_PER_KEY
+            waiting = f"{MAX_PER_KEY} requests of this key" if own else f"{MAX_TOTAL} requests of all keys"
             raise TooManyRequests(
-                f"{self._waiting[key_id]} requests of this key are already waiting for a worker: try "
-                "again once some "
-                "have finished.",
+                f"{waiting} are already waiting for a worker: try again once some have finished.",
                 retry_after_seconds=5,
             )
         self._waiting[key_id] += 1

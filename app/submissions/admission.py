@@ -80,7 +80,7 @@ def check(
     """Checks a request, fills in every default, and plans it.
 
     Args:
-        planned: whether Accrue plans the accumulation steps.
+        planned: whether the request must leave accumulation steps and micro-batch to Accrue.
         suffix: a part of the trained model's name.
         find: finds the model by its name; None: `starting_models.find_for_training`.
 

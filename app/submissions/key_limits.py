@@ -26,7 +26,7 @@ def resume(session: Session, job_id: str, settings: Settings) -> Job:
 
 
 def check_limits(session: Session, settings: Settings, jobs: int = 1) -> None:
-    """Checks that the key may have so many more waiting jobs.
+    """Checks that the key may submit `jobs` more jobs.
 
     Raises:
         QuotaExceeded: the key would exceed its limit of waiting jobs, or has used up its device hours.

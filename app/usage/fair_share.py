@@ -1,4 +1,5 @@
-"""Fair share: of the keys with waiting jobs, the one that has used devices least lately goes first.
+"""Fair share: of the keys with waiting jobs, the one that has used the least device time in
+recent weeks goes first.
 
 What counts is the time on devices of ended attempts, halved for each week since, and of running attempts so
 far. Within a key, jobs start in the usual order.

@@ -28,7 +28,7 @@ class Quota(NamedTuple):
     hours: float
     used_hours: float
     """Of ended attempts, and of running ones so far."""
-    renewed: date
+    renews: date
     """The first day of the next month."""
 
     @property
@@ -116,7 +116,7 @@ def check(session: Session, key_id: str | None) -> None:
         if quota.is_used_up:
             raise QuotaExceeded(
                 f"This key has used {quota.used_hours:,.1f} of its {quota.hours:,g} device hours this month: "
-                f"submit again from {quota.renewed.isoformat()} (UTC), or ask the operator of this service "
+                f"submit again from {quota.renews.isoformat()} (UTC), or ask the operator of this service "
                 "for a larger quota (accrue keys quota)."
             )
 

@@ -39,7 +39,7 @@ def usage(
     last: Annotated[datetime.date | None, Query(description="The last day, in UTC; null: today")] = None,
     format: Annotated[Literal["json", "csv"], Query()] = "json",
 ) -> UsageResponse | Response:
-    """A key sees its own usage, a key with the scope admin that of all keys. Usage is kept when jobs are
+    """A key sees its own usage; a key with the scope admin sees that of all keys. Usage is kept when jobs are
     deleted; running attempts count once they end."""
     now = session.scalar(select(database_now())) or 0.0
     today = datetime.datetime.fromtimestamp(now, datetime.UTC).date()
@@ -47,7 +47,7 @@ def usage(
     first = first or min(month_of(now)[0], last)
     if not datetime.timedelta(0) <= last - first < datetime.timedelta(days=_MOST_DAYS):
         raise Unprocessable(
-            f"first {first} and last {last} must be in order, and at most {_MOST_DAYS} days apart.",
+            f"first {first} must not be after last {last}, and at most {_MOST_DAYS} days may be requested.",
             field="first",
         )
     rows = records.between(session, caller.owner, first, last)
@@ -75,7 +75,7 @@ def usage(
                 key_name=quota.name,
                 device_hours=quota.hours,
                 used_device_hours=quota.used_hours,
-                renewed_on=quota.renewed,
+                renews_on=quota.renews,
             )
             for quota in quotas.all_quotas(session, caller.owner)
         ],

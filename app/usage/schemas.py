@@ -22,7 +22,7 @@ class QuotaResponse(ResponseModel):
     key_name: str
     device_hours: float = Field(description="The quota: hours on devices in a calendar month (UTC)")
     used_device_hours: float = Field(description="This month, running attempts included")
-    renewed_on: datetime.date
+    renews_on: datetime.date
 
 
 class UsageResponse(ResponseModel):

@@ -276,6 +276,8 @@ def test_keys(accrue: Accrue) -> None:
     assert "A key is needed" in run(accrue, "jobs", status=1)
     listed = json.loads(run(accrue, "keys", "list", "--json"))
     assert "alice" in run(accrue, "keys", "list")
+    assert "a quota of 10 device hours" in run(accrue, "keys", "quota", listed[0]["id"], "10")
+    assert "0.00 of 10 device hours used this month" in " ".join(run(accrue, "usage").split())
     revoked = accrue.command("keys", "revoke", listed[0]["id"])
     assert "No valid key is left" in revoked.stderr
     accrue.env["ACCRUE_DATA_DIR"] = str(accrue.data / "elsewhere")

@@ -114,14 +114,14 @@ def imported(accrue: Accrue, *words: str, status: int = 1) -> list[dict[str, Any
 def test_jobs_come_with_their_files_and_hyperparameters(accrue: Accrue, tmp_path: Path) -> None:
     planned = imported(accrue, "--dry-run")
     assert [each["state"] for each in planned] == [
-        "would be imported", "left out", "would be imported", "would be imported", "would be imported",
+        "would be imported", "not supported", "would be imported", "would be imported", "would be imported",
         "would be imported",
     ]  # fmt: skip
     assert accrue.get("/v1/files")["data"] == []
 
     found = imported(accrue, "--paused")
     assert [each["state"] for each in found] == [
-        "imported", "left out", "imported", "not imported", "imported", "imported",
+        "imported", "not supported", "imported", "not imported", "imported", "imported",
     ]  # fmt: skip
     assert "reinforcement: only supervised and dpo jobs" in found[1]["error"]
     assert "file-gone cannot be downloaded" in found[3]["error"]
@@ -158,12 +158,12 @@ def test_a_refused_job_leaves_no_file_and_those_imported_before_do_not_count(tmp
         first = imported(accrue, "--limit", "1", status=0)
         second = imported(accrue, "--limit", "2")
         assert [each["openai"] for each in first] == ["ftjob-1"]
-        assert [each["state"] for each in second] == ["imported before", "left out", "imported"]
+        assert [each["state"] for each in second] == ["imported before", "not supported", "imported"]
 
 
 def test_one_job_is_imported_by_its_id(accrue: Accrue) -> None:
     [one] = imported(accrue, "--job", "ftjob-2")
-    assert (one["openai"], one["state"]) == ("ftjob-2", "left out")
+    assert (one["openai"], one["state"]) == ("ftjob-2", "not supported")
     told = accrue.command("import", "openai", "--job", "ftjob-2").stdout
     assert "ftjob-2: its method is reinforcement" in told
 

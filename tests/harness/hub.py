@@ -43,13 +43,13 @@ class Hub(ThreadingHTTPServer):
         self.tag: str | None = None
         """Every file's entity tag; None: its digest."""
         self.commit: str | None = None
-        """What the hub calls every commit; None: what it is."""
+        """The commit that descriptions of repositories name; None: the true one."""
         self.redirects: dict[str, str] = {}
         """Where requests for some files are sent on to."""
         self.described: bytes | None = None
         """What it sends instead of the list of files."""
         self.missing_from: str | None = None
-        """The commit in which it says that no file is."""
+        """If set, every file is reported as missing from this commit."""
 
     @property
     def url(self) -> str:

@@ -30,14 +30,14 @@ def weights(run: RunDirectory) -> dict[str, torch.Tensor]:
     return dict(load_file(run.model / "model.safetensors"))
 
 
-def interrupted_at(run: RunDirectory, micro_batches: int) -> None:
-    """Runs the trainer, and stops it at the check after `micro_batches` checks of its stop signal."""
+def interrupted_at(run: RunDirectory, checks: int) -> None:
+    """Runs the trainer; its stop signal is set after it was checked `checks` times."""
     looks = 0
 
     def stop() -> bool:
         nonlocal looks
         looks += 1
-        return looks > micro_batches
+        return looks > checks
 
     assignment = run.assignment()
     with Reporter(run, assignment.attempt) as reporter, pytest.raises(Interrupted):

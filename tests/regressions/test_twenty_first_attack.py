@@ -234,7 +234,7 @@ def test_short_samples_have_the_positions_of_short_texts(tmp_path: Path, packing
 def test_long_samples_are_cut_apart(
     lengths: list[int], cut: MicroBatchRule, packed: bool, by_length: bool
 ) -> None:
-    groups = cut_window(lengths, cut, by_length=by_length, packed=packed, isolate_above=16)
+    groups = cut_window(lengths, cut, by_length=by_length, packed=packed, separate_above=16)
     assert sorted(each for group in groups for each in group) == list(range(len(lengths)))
     for group in groups:
         assert len({lengths[each] > 16 for each in group}) == 1
@@ -355,7 +355,7 @@ def test_an_index_beside_the_whole_weights_is_not_used(tmp_path: Path) -> None:
 
 def test_compiled_shapes_keep_short_samples_short() -> None:
     lengths = np.arange(1, 65)
-    rounded = Buckets(1024, 64, isolate_above=18).length(lengths)
+    rounded = Buckets(1024, 64, separate_above=18).length(lengths)
     assert (rounded >= lengths).all()
     assert (rounded[lengths <= 18] <= 18).all()
     assert Buckets(1024, 64).length(np.array([17])) > 18

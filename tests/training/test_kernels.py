@@ -266,7 +266,7 @@ def test_a_model_that_does_not_support_flash_attention_says_so() -> None:
     replica = a_replica(make_model("llama"))
     replica.model.set_attn_implementation = lambda _: None
     with pytest.raises(NotImplementedError, match="cannot be flash_attention_2"):
-        kernels.FlashAttention(replica, "flash_attention_2", "flash-attn").switch_on()
+        kernels.BoundaryAttention(replica, "flash_attention_2", "flash-attn").switch_on()
 
 
 def test_flash_attention_is_told_where_samples_begin() -> None:
@@ -281,12 +281,12 @@ def test_flash_attention_is_told_where_samples_begin() -> None:
 def test_the_mark_of_a_comparison_stays_only_if_it_ends_the_process(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     with run.comparing_kernels(0):
-        assert run.ended_comparing_kernels(0)
-        assert not run.ended_comparing_kernels(1)
-    assert not run.ended_comparing_kernels(0)
+        assert run.was_ended_while_comparing_kernels(0)
+        assert not run.was_ended_while_comparing_kernels(1)
+    assert not run.was_ended_while_comparing_kernels(0)
     with pytest.raises(RuntimeError), run.comparing_kernels(1):
         raise RuntimeError
-    assert run.ended_comparing_kernels(1)
+    assert run.was_ended_while_comparing_kernels(1)
 
 
 def pretend_fused(

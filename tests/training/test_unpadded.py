@@ -16,7 +16,7 @@ from tests.harness.specs import make_spec
 from tests.harness.training import events_of_kind, interrupted_at, raw_log, run_to_end, weights
 from workers.run_directory import RunDirectory
 from workers.training import kernels, packing_check, trial_policy, unpadded, varlen_attention
-from workers.training.kernels import FlashAttention
+from workers.training.kernels import BoundaryAttention
 
 RULE = TokenBudget(tokens=600)
 
@@ -209,7 +209,7 @@ def test_a_kernel_of_padded_rows_is_compared_again_on_packed_ones(
 
     def installed(replica: Any, spec: Any, *, packed: bool, longest: int) -> list[Any]:
         varlen_attention.register()
-        return [FlashAttention(replica, varlen_attention.NAME, "fast")] if spec.kernels == "auto" else []
+        return [BoundaryAttention(replica, varlen_attention.NAME, "fast")] if spec.kernels == "auto" else []
 
     monkeypatch.setattr(kernels, "installed_kernels", installed)
     plain, own = padded_and_unpadded(tmp_path)
@@ -243,7 +243,7 @@ def test_a_run_killed_in_the_check_goes_on_as_if_it_was_not(tmp_path: Path) -> N
     run = create_run(tmp_path / "run", spec_of(), rule=RULE)
     with pytest.raises(RuntimeError), run.comparing_kernels(0):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
-    assert run.ended_comparing_kernels(0)
+    assert run.was_ended_while_comparing_kernels(0)
     run_to_end(run)
     assert events_of_kind(run, "unpadded")
     ours, theirs = weights(run), weights(whole)

@@ -162,7 +162,7 @@ def test_usage_of_other_months_does_not_count(database: Database) -> None:
             session.add(Usage(owner=team, day=day, device_seconds=99 * HOUR, attempts=1))
     with database.reading() as session:
         (quota,) = quotas.all_quotas(session)
-        assert (quota.used_hours, quota.renewed) == (0.0, following)
+        assert (quota.used_hours, quota.renews) == (0.0, following)
         assert quotas.used_up(session) == ()
 
 

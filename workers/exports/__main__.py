@@ -155,7 +155,7 @@ def _in_child(
 
 
 def _remove_other_attempts(folder: Path) -> None:
-    """Removes what earlier attempts have left that were killed."""
+    """Removes what earlier attempts, which were killed, have left."""
     for other in folder.parent.iterdir():
         if other != folder:
             remove_tree(other)

@@ -23,7 +23,8 @@ def convert(task: ExportTask, merged: Path, type_: ExportType, staged: Path) -> 
     """Converts a whole model into a folder with one GGUF file and a Modelfile.
 
     Returns:
-        The folder; and the model and its tokenizer as transformers reads them from the file.
+        The folder; the model as transformers reads it from the file; and the tokenizer of the merged model,
+        with whose tokens those of the file agree.
 
     Raises:
         NotExported: the converter is not installed, or fails.

@@ -71,7 +71,8 @@ class Batch:
         return max((row.longest for row in self.rows), default=0)
 
     def takes(self, choices: Sequence[Choice], tokens_at_most: int) -> bool:
-        """Whether choices should join: together they fit, and the padding stays less than half."""
+        """Whether choices should join: together they fit, and padding is at most about half
+        of them, plus an allowance."""
         rows = [*self.rows, *choices]
         padded = len(rows) * max(row.longest for row in rows)
         is_even = padded <= 2 * sum(row.longest for row in rows) + _TOKENS_AT_ONCE

@@ -1,7 +1,8 @@
 """Joins and takes apart the caches of keys and values of several sequences, as rows of one cache.
 
 Rows end together: shorter ones are padded on the left. A layer with a sliding window keeps only the end of
-each row, and the state of a linear layer has no length, so both are joined as they are.
+each row, so that it is padded or cut to the window. The state of a linear layer has no length, and is joined
+as it is.
 """
 
 from collections.abc import Sequence
@@ -110,8 +111,8 @@ def _has_keys(layer: Any) -> bool:
 
 
 def _padded(states: Tensor, columns: int) -> Tensor:
-    """Keys or values of shape [rows, heads, columns, width], with zeros on the left, or without what is
-    beyond a window there."""
+    """Keys or values of shape [rows, heads, columns, width], padded with zeros, or cut, on the left to this
+    number of columns."""
     missing = columns - states.shape[-2]
     if missing < 0:
         return states[..., -missing:, :]

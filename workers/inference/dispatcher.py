@@ -274,7 +274,7 @@ class Dispatcher:
                 threads=threads_of_cpu(self._settings) if place.device is None else None,
             )
         )
-        log.info("model is loaded to answer", model=model.name, device=place.torch_name)
+        log.info("loading a model, to answer requests", model=model.name, device=place.torch_name)
         engine = self._engines[key] = _Engine(key, model.name, process, place, folder)
         return engine
 
@@ -389,7 +389,7 @@ class Dispatcher:
         wanted = self._settings.inference_yields and any(
             engine.place.device is not None for engine in self._engines.values()
         )
-        wanted = wanted and self._placement.is_wanted()
+        wanted = wanted and self._placement.training_needs_gpus()
         for engine in list(self._engines.values()):
             if wanted and engine.place.device is not None and engine.leaves_at in (None, inf):
                 engine.leaves_at = now + _GRACE_SECONDS
@@ -405,8 +405,8 @@ class Dispatcher:
         self._interrupt(engine, _INTERRUPTED)
 
     def _interrupt(self, engine: _Engine, why: InferenceError) -> None:
-        """Ends an engine, and answers its requests again, unless parts of the answer were sent: these get the
-        reason."""
+        """Ends an engine, and answers its requests again; those of which parts were already sent end with
+        the reason `why`."""
         interrupted = list(engine.requests.values())
         self._end(engine)
         for request in interrupted:

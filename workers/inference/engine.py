@@ -35,8 +35,8 @@ _REPORT_SECONDS = 0.02
 """How often what was added to answers is reported."""
 
 _MAX_UNREPORTED = 256
-"""Deltas of an answer that is not streamed that are kept before they are reported: a line must not become
-too long."""
+"""How many deltas of an answer that is not streamed are collected before they are reported: a line must not
+become too long."""
 
 _CACHE_SHARE = 0.5
 """The share of the memory that is free after loading that caches may take."""
@@ -225,7 +225,7 @@ class Engine:
         """The batch that choices join; None if they have to wait.
 
         Raises:
-            _OfRequest: their cache needs more memory than there is.
+            _RequestRefused: their cache needs more memory than there is.
         """
         rows = sum(len(batch.rows) for _, batch in self._batches)
         used = sum(len(batch.rows) * batch.columns_at_most for _, batch in self._batches)
@@ -243,7 +243,7 @@ class Engine:
             return made
         if not self._batches:
             self._waiting.popleft()
-            raise _OfRequest(
+            raise _RequestRefused(
                 choices[0].request_id,
                 unavailable(
                     f"The request may reach {len(choices) * choices[0].longest} tokens, and there is memory "
@@ -341,7 +341,7 @@ class Engine:
         """Does work; if it fails, the requests that it was for get the reason."""
         try:
             work()
-        except _OfRequest as error:
+        except _RequestRefused as error:
             self._refuse(error.request_id, error.error)
         except Exception as error:
             failed = {each.request_id for each in (*(batch.rows if batch is not None else ()), *choices)}
@@ -355,7 +355,7 @@ class Engine:
                 self._refuse(request_id, reason)
 
 
-class _OfRequest(Exception):
+class _RequestRefused(Exception):
     """The reason why one request is refused."""
 
     def __init__(self, request_id: str, error: InferenceError) -> None:

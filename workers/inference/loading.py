@@ -162,7 +162,8 @@ def _ends(model: Any, tokenizer: Any) -> frozenset[int]:
 
 
 def _adapter_config(model: Any, layer: ModelLayer, saved: Mapping[str, torch.Tensor]) -> Any:
-    """peft's configuration of saved adapters: they are added to exactly the layers whose values there are."""
+    """peft's configuration of saved adapters: they are added to exactly the layers with
+    saved values."""
     from peft import LoraConfig
     from transformers.pytorch_utils import Conv1D
 

@@ -55,7 +55,7 @@ class Placement:
     settings: Settings
     locks: DeviceLocks
     slots: Slots
-    is_wanted: Callable[[], bool]
+    training_needs_gpus: Callable[[], bool]
     """Whether training needs the GPUs."""
 
     def place(self, model: ModelReference) -> Place:
@@ -65,7 +65,9 @@ class Placement:
             DoesNotFit: no device has enough memory.
         """
         needed = _ROOM * weight_bytes(model, self.settings)
-        if self.settings.inference == "auto" and not (self.settings.inference_yields and self.is_wanted()):
+        if self.settings.inference == "auto" and not (
+            self.settings.inference_yields and self.training_needs_gpus()
+        ):
             for device in self.slots.usable():
                 if device.kind == "cuda" and needed <= _FULL * device.memory_bytes:
                     lock = self.locks.take(device)

@@ -5,7 +5,7 @@ from typing import Any
 
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 _CHARACTER_TOKENS = 8
-"""More tokens than a character can have: what they say is no character."""
+"""No character has this many tokens: if so many end in an incomplete one, it is not waited for any longer."""
 
 
 class TextStream:

@@ -70,7 +70,10 @@ def _answer_next(database: Database, settings: Settings) -> bool:
 
 
 def answer_one(database: Database) -> bool:
-    """Makes the newest requested profile. Returns False if there is no request."""
+    """Makes one requested profile: the newest of the key that was served least recently.
+
+    Returns False if there is no request.
+    """
     with database.reading() as session:
         if not profiles.waiting(session):
             return False

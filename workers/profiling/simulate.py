@@ -331,7 +331,7 @@ class _OffDeviceOptimizer(torch.optim.Optimizer):
 
 @cache
 def _start_autograd() -> None:
-    """Makes a first backward pass, in which PyTorch starts a thread for each device, so that it finds none.
+    """Makes the first backward pass, in which PyTorch starts a thread for each GPU, while it finds none.
 
     In builds with CUDA, fake tensors pretend that there are eight GPUs where there is none
     (`_ensureCUDADeviceGuardSet`). PyTorch would start threads for them, after which a process cannot fork

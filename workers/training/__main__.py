@@ -1,9 +1,8 @@
 """`python -m workers.training RUN_DIR`: one attempt at one job, in this process.
 
-Exit status: 0 with outcome.json; 75 if interrupted by a signal (a checkpoint is written); 73 if another
-trainer still holds the directory; 74 if the disk is full; 76 or 77 for one of several ranks that cannot go on
-(run_directory.py); 1 otherwise, with failure.json if the trainer could say
-why.
+Exit status: 0 with outcome.json; 75 if interrupted by a signal; 73 if another trainer still holds the
+directory; 74 if the disk is full; 76 or 77 for one of several ranks that cannot go on (run_directory.py); 1
+otherwise, with failure.json if the trainer could say why.
 """
 
 import argparse
@@ -208,7 +207,9 @@ def _report_end(run: RunDirectory, interrupted: InterruptSignal, work: Work, ran
         try:
             work(reporter, run, interrupted)
         except Interrupted:
-            reporter.event("interrupted", "Training was interrupted: a checkpoint was written.")
+            reporter.event(
+                "interrupted", "Training was interrupted: the next attempt continues from what was saved."
+            )
             return INTERRUPTED
         except CannotTrain as error:
             run.write_failure(Failure(code=error.code, message=str(error), permanent=True), rank)

@@ -286,9 +286,9 @@ def _measures(training: TrainingRun) -> bool:
     every = spec.noise_scale_every
     if training.replica.is_sharded:
         return False  # the gradient of a single micro-batch is never known
-    isolate_above = training.loader.layout.isolate_above
-    if isolate_above is not None and needs_parting(
-        training.loader.lengths(training.next_window()), isolate_above
+    separate_above = training.loader.layout.separate_above
+    if separate_above is not None and needs_parting(
+        training.loader.lengths(training.next_window()), separate_above
     ):
         return False  # a random micro-batch would not represent the window
     if training.group.size > 1 and isinstance(rule, FixedCount) and rule.micro_batches == 1:

@@ -13,8 +13,8 @@ def auto_class(config: Any, *, scores: bool = False) -> Any:
     Raises:
         ValueError: transformers has no such class for the family.
 
-    Such a model consists of a language model and of towers for images. AutoModelForCausalLM would leave out
-    the towers of some (Qwen 3.5, Llama 4).
+    A model of AutoModelForImageTextToText consists of a language model and of towers for images.
+    AutoModelForCausalLM would leave out the towers of some (Qwen 3.5, Llama 4).
     """
     from transformers import (
         AutoModelForCausalLM,

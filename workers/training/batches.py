@@ -126,9 +126,9 @@ class BatchLayout:
     """For a mixture of experts: also record which tokens are real, and which sample they belong to."""
     buckets: "Buckets | None" = None
     """Rows and lengths are rounded up to a few shapes, for a compiled model."""
-    isolate_above: int | None = None
-    """Samples with more tokens than this never share a micro-batch with others: the model computes them in
-    another way. None: it computes all in the same way."""
+    separate_above: int | None = None
+    """Samples with more tokens than this never share a micro-batch with shorter ones: the model computes
+    them in another way. None: it computes all in the same way."""
 
 
 def epoch_order(samples: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
@@ -154,7 +154,7 @@ def cut_window(
     by_length: bool = True,
     packed: bool = False,
     rows: int | None = None,
-    isolate_above: int | None = None,
+    separate_above: int | None = None,
     first: np.random.Generator | None = None,
     fixed: float | None = None,
 ) -> Groups:
@@ -166,7 +166,7 @@ def cut_window(
         by_length: order by length, longest first, so that little is padded; false keeps the order given.
         packed: a micro-batch's tokens are the sum of its lengths, instead of rows × longest.
         rows: the maximum number of samples per micro-batch under a token budget.
-        isolate_above: see `BatchLayout.isolate_above`. A window with samples of both kinds has at least two
+        separate_above: see `BatchLayout.separate_above`. A window with samples of both kinds has at least two
             micro-batches.
         first: draws the first micro-batch at random, before the rest is ordered; None draws nothing.
         fixed: the fixed cost of a micro-batch under a token budget, in tokens; None: `fixed_cost`.
@@ -174,9 +174,9 @@ def cut_window(
     array = np.asarray(lengths, dtype=np.int64)
     if not len(array):
         return []
-    if isolate_above is not None and needs_parting(array, isolate_above):
+    if separate_above is not None and needs_parting(array, separate_above):
         assert first is None, "a random first micro-batch would have samples of both kinds"
-        return _cut_apart(array, array > isolate_above, cut, by_length, packed, rows, fixed)
+        return _cut_apart(array, array > separate_above, cut, by_length, packed, rows, fixed)
     positions = np.arange(len(array))
     head: Groups = []
     if first is not None:
@@ -202,9 +202,9 @@ def cut_window(
     return head + [positions[start:stop].tolist() for start, stop in bounds]
 
 
-def needs_parting(lengths: Lengths, isolate_above: int) -> bool:
-    """Whether some samples must not share a micro-batch with the others (`BatchLayout.isolate_above`)."""
-    return bool(lengths.min() <= isolate_above < lengths.max())
+def needs_parting(lengths: Lengths, separate_above: int) -> bool:
+    """Whether some samples must not share a micro-batch with the others (`BatchLayout.separate_above`)."""
+    return bool(lengths.min() <= separate_above < lengths.max())
 
 
 def _cut_apart(
@@ -418,16 +418,16 @@ class Buckets:
 
     tokens: int
     longest: int
-    isolate_above: int | None = None
-    """See `BatchLayout.isolate_above`: shorter samples are not rounded up beyond it."""
+    separate_above: int | None = None
+    """See `BatchLayout.separate_above`: shorter samples are not rounded up beyond it."""
 
     def length(self, lengths: Lengths) -> Lengths:
         """Each length, rounded up."""
         steps = 2 ** (np.log2(np.maximum(lengths, 64)).astype(np.int64) - 3)
         rounded: Lengths = np.minimum(-(-lengths // steps) * steps, self.longest)
-        if self.isolate_above is not None:
+        if self.separate_above is not None:
             rounded = np.where(
-                lengths <= self.isolate_above, np.minimum(rounded, self.isolate_above), rounded
+                lengths <= self.separate_above, np.minimum(rounded, self.separate_above), rounded
             )
         return rounded
 

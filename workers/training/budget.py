@@ -36,7 +36,7 @@ class Budget:
         budget.
         by_length: whether windows are cut by length, so that there is little padding.
         packed: a micro-batch's tokens are the sum of its lengths, instead of rows × longest.
-        isolate_above: see `BatchLayout.isolate_above`.
+        separate_above: see `BatchLayout.separate_above`.
         longest_row: tokens of the longest packed row for which the model was checked, which limits token
             budgets; None for no limit.
     """
@@ -50,7 +50,7 @@ class Budget:
         most_tokens: int | None = None,
         by_length: bool = True,
         packed: bool = False,
-        isolate_above: int | None = None,
+        separate_above: int | None = None,
         longest_row: int | None = None,
     ) -> None:
         self._rank, self._most = rank, most_tokens
@@ -58,7 +58,7 @@ class Budget:
         self._samples = effective_batch_size
         self.learned = learned
         self.packed = packed
-        self._isolate_above = isolate_above
+        self._isolate_above = separate_above
         self._longest_row = longest_row
 
     def rule(self, batch: int | None = None) -> MicroBatchRule:
@@ -105,7 +105,7 @@ class Budget:
                 by_length=self.by_length,
                 packed=self.packed,
                 rows=self._rows,
-                isolate_above=self._isolate_above,
+                separate_above=self._isolate_above,
                 first=first,
                 fixed=self._fixed_cost(rule.tokens) if isinstance(rule, TokenBudget) else None,
             )

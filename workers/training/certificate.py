@@ -1,6 +1,6 @@
 """The equivalence certificate: compares the gradients of two splits of the first window before training.
 
-loss_checks.py checks separately that the trained loss is the model's own.
+head_check.py checks separately that the trained loss is the model's own.
 """
 
 from collections.abc import Callable, Sequence
@@ -69,7 +69,7 @@ def by_autograd(loss: TokenLoss) -> AbstractContextManager[None]:
     return nullcontext() if loss.direct is None else loss.direct.suspended()
 
 
-def smaller_split(plan: Groups) -> Groups:
+def finer_split(plan: Groups) -> Groups:
     """Splits every micro-batch in two; if all are single samples, reverses their order."""
     if all(len(group) == 1 for group in plan):
         return plan[::-1]
@@ -92,8 +92,8 @@ class _Failed(Exception):
 
 
 def certify(training: TrainingRun) -> None:
-    """Compares the next window's gradient under the plan with that of a smaller split, before the first
-    step. With several ranks, rank 0 computes the smaller split alone. Both are sent exactly; what
+    """Compares the next window's gradient under the plan with that of a finer split, before the first
+    step. With several ranks, rank 0 computes the finer split alone. Both are sent exactly; what
     compression changes is measured separately.
 
     Raises:
@@ -119,7 +119,7 @@ def certify(training: TrainingRun) -> None:
 
     while True:
         plan = divide(training, window)
-        reference = [smaller_split(_all_on_one(training, window, plan)), *([] for _ in plan[1:])]
+        reference = [finer_split(_all_on_one(training, window, plan)), *([] for _ in plan[1:])]
         failed, error, compression_error = None, 0.0, None
         chosen.clear()
         try:
@@ -249,7 +249,7 @@ def error_in_fp64(training: TrainingRun, window: Indices, model: Any) -> float |
         together = cut_window(
             samples.lengths[few],
             FixedSize(samples=len(few)),
-            isolate_above=training.loader.layout.isolate_above,
+            separate_above=training.loader.layout.separate_above,
         )
         one_by_one = [[each] for each in range(len(few))]
         with own_kernels(replica.kernels), models.without_randomness(model):
@@ -315,7 +315,8 @@ def _report(training: TrainingRun, window: Indices, certified: Certificate, flip
         changed = f"changed {flips} expert choices" if flips else "may have changed expert choices"
         message = (
             f"The first window's gradient differs by {error:.1e} between {splits}: rounding {changed}. The "
-            "model is too large to repeat the comparison in fp64."
+            "comparison could not be repeated in fp64: the memory does not suffice, or the model cannot be "
+            "converted."
         )
         training.reporter.event("certificate", message, "warning", **figures)
     else:
@@ -336,8 +337,9 @@ _MIXES = (
     "this model computes a sample differently beside other samples, so gradient accumulation would change "
     "what it learns. To train anyway, set equivalence_check: false"
 )
-_WITHOUT_DOUBT = 2e11
-"""Operations that are spent in fp64 even if nothing is found in 16 bits, which hide small differences."""
+_MOST_WITHOUT_SUSPICION = 2e11
+"""Up to this many operations, the comparison is made in fp64 even if 16 bits show nothing: they hide small
+differences."""
 
 
 def _hidden_error(training: TrainingRun, window: Indices) -> float | None:
@@ -345,7 +347,7 @@ def _hidden_error(training: TrainingRun, window: Indices) -> float | None:
     precision = training.assignment.plan.precision
     weights = sum(each.numel() for each in training.replica.model.parameters())
     tokens = int(training.loader.samples.lengths[_few(window, training.loader.samples, weights)].sum())
-    small = _OPERATIONS_PER_WEIGHT * weights * tokens <= _WITHOUT_DOUBT
+    small = _OPERATIONS_PER_WEIGHT * weights * tokens <= _MOST_WITHOUT_SUSPICION
     if precision == "fp32" or training.replica.is_sharded or not small:
         return None
     error = _leaders_error_in_fp64(training, window)

@@ -44,13 +44,14 @@ def out_of_memory_error(plan: Plan, samples: int, tokens: int) -> CannotTrain:
     """The error of a job whose smallest micro-batch does not fit, with changes that would help."""
     requested = "set auto_adjust_batch_size to true, " if samples > 1 else ""
     where = (
-        f"at a micro-batch of {samples} sample{'s' * (samples > 1)} and {tokens} tokens"
+        f"at a micro-batch of {samples} sample{'s' * (samples > 1)} and {tokens} tokens, even with gradient "
+        "checkpointing"
         if samples
         else "on a device without a micro-batch in this window"
     )
     return CannotTrain(
         "out_of_memory",
-        f"out of memory {where}, even with gradient checkpointing: {requested}{_remedies(plan)}",
+        f"out of memory {where}: {requested}{_remedies(plan)}",
     )
 
 

@@ -65,7 +65,7 @@ def sums(
                 samples.lengths[counted],
                 TokenBudget(tokens=tokens),
                 packed=layout.packed,
-                isolate_above=layout.isolate_above,
+                separate_above=layout.separate_above,
             )
             passes, counting = share_of_rank(groups, group, equally=replica.is_sharded)
             if objective is not None:

@@ -14,7 +14,7 @@ class CannotTrain(Exception):
 
 
 class Interrupted(Exception):
-    """The trainer was interrupted, and has written a checkpoint."""
+    """The trainer was interrupted; the next attempt continues from what was saved."""
 
 
 class LostRank(Exception):

@@ -1,4 +1,5 @@
-"""Limits what a trainer sees of the machine: its own run, data and temporary folders.
+"""Hides from a trainer other jobs' files, other processes' temporary files and most devices, and makes the
+rest read-only except for its own folders.
 
 A model's files and training data are untrusted, and might exploit a library that reads them to open other
 files or to run code. A trainer cannot put files that it does not see into its model, and cannot write files

@@ -16,7 +16,7 @@ WINDOWS = 4
 """Windows that are measured at least before the fixed cost is decided."""
 
 ROUNDS = 3
-"""How often it is measured: another cut gives micro-batches of other sizes, which tell more."""
+"""It is measured at most this many times: another cut gives micro-batches of other sizes, which tell more."""
 
 SAME = 1.5
 """A cost that differs by less than this factor is not worth another cut."""
@@ -28,7 +28,7 @@ LEAST_LAPS = 8
 """Micro-batches that are measured at least."""
 
 _MOST_LAPS = 256
-"""More tell no more, and all pairs of them are computed."""
+"""More add little, and the time grows with the square of their number."""
 
 _LEAST_SPREAD = 1.3
 """The largest micro-batch must have this many times the tokens of the smallest one."""

@@ -103,7 +103,11 @@ def _difference_of(replica: Replica, batch: MicroBatch, *, narrow: bool) -> str 
     tolerance = _TOLERANCE_IN_16_BITS if narrow else _TOLERANCE
     probed = float(loss(batch, probe_head=True).loss_sum)
     if not probed <= (_TOLERANCE_IF_PLAIN if head.is_plain else tolerance):
-        return f"they differ by {probed:.1e}" if isfinite(probed) else "they have another shape"
+        return (
+            f"they differ by {probed:.1e}"
+            if isfinite(probed)
+            else "they have another shape, or are not finite"
+        )
     found = loss(batch).loss_sum
     with _own_logits(loss):
         expected = loss(batch).loss_sum

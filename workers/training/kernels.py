@@ -47,10 +47,10 @@ _SAFE_LOSS_SCALE = 256.0
 
 
 class Kernels(Protocol):
-    """Kernels of a package, in place of a model's own."""
+    """Kernels in place of a model's own."""
 
     name: str
-    """The package and its version."""
+    """What messages call them: a package and its version, or kernels of Accrue's own."""
 
     def switch_on(self) -> None:
         """Uses the kernels."""
@@ -121,8 +121,8 @@ class Patch:
         return changes
 
 
-class FlashAttention:
-    """Attention that takes the places where the samples of packed rows begin, such as that of the package
+class BoundaryAttention:
+    """Attention that is told where the samples of packed rows begin, such as that of the package
     flash-attn."""
 
     def __init__(self, replica: Replica, implementation: str, name: str) -> None:
@@ -225,7 +225,7 @@ def attention_of_each_sample(replica: Replica, spec: Spec, longest: int) -> Kern
     if spec.attention != "sdpa" or not varlen_attention.suits(base_of(replica.model).config, longest):
         return None
     varlen_attention.register()
-    return FlashAttention(replica, varlen_attention.NAME, "attention of each sample")
+    return BoundaryAttention(replica, varlen_attention.NAME, "attention of each sample")
 
 
 def flash_attention(replica: Replica, spec: Spec, *, packed: bool, longest: int) -> Kernels | None:
@@ -240,12 +240,12 @@ def flash_attention(replica: Replica, spec: Spec, *, packed: bool, longest: int)
     if major < 8:  # all of them need Ampere or later
         return None
     if major == 9 and import_utils.is_flash_attn_3_available():
-        return FlashAttention(replica, "flash_attention_3", _named("flash-attn-3"))
+        return BoundaryAttention(replica, "flash_attention_3", _named("flash-attn-3"))
     if packed and import_utils.is_flash_attn_2_available():
-        return FlashAttention(replica, "flash_attention_2", _named("flash-attn"))
+        return BoundaryAttention(replica, "flash_attention_2", _named("flash-attn"))
     if packed and varlen_attention.suits(base_of(replica.model).config, longest):
         varlen_attention.register()
-        return FlashAttention(replica, varlen_attention.NAME, f"flash attention in {_named('torch')}")
+        return BoundaryAttention(replica, varlen_attention.NAME, f"flash attention in {_named('torch')}")
     return None
 
 
@@ -268,7 +268,7 @@ def choose_kernels(
     if not candidates:
         return
     names = " and ".join(each.name for each in candidates)
-    if run.ended_comparing_kernels(rank):
+    if run.was_ended_while_comparing_kernels(rank):
         message = f"{names}: not used, since an earlier attempt ended while the kernels were compared."
         reporter.event("kernels", message, "warning", used=[])
         return
@@ -308,7 +308,7 @@ def use_if_it_agrees(kernels: Kernels, replica: Replica, loader: Loader, reporte
         reporter.event("kernels", message, package=kernels.name, gradient_error=known, used=True)
         return
     _quietly(kernels.switch_off)
-    message = f"{kernels.name} is installed but not used: {why}."
+    message = f"{kernels.name} not used: {why}."
     reporter.event("kernels", message, "warning", package=kernels.name, gradient_error=known, used=False)
 
 

@@ -33,7 +33,8 @@ _FP16_GRADIENT_SCALE = 256.0
 class Forward:
     """The result of a forward pass: the summed loss (a scalar, at least fp32) and the logits of routers.
 
-    If the loss was not to be summed, `loss_sum` has the shape (targets,).
+    If the loss was not to be summed, `loss_sum` has the shape (targets,). With `only_score`, it holds
+    log-probabilities; with `probe_head`, the error of the head's logits.
 
     `router_logits` holds one tensor of shape (rows × sequence, experts) for each layer with experts.
     """

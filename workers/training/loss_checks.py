@@ -1,7 +1,7 @@
 """Checks with one or two samples before training.
 
-The model must not see the tokens that it predicts. A faster way to compute the loss must give the model's own
-loss; if it does not, training falls back to the slower way.
+The model must run, must not see the tokens that it predicts, and should report its routers' choices if it is
+a mixture of experts.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ def _fails(error: Exception) -> CannotTrain:
     first = (str(error).strip().splitlines() or [""])[0][:200]
     return CannotTrain(
         "model_fails",
-        f"the model fails when it is trained on one sample ({type(error).__name__}: {first}): check its "
+        f"the model fails in the checks before the first step ({type(error).__name__}: {first}): check its "
         "config.json, and that max_length is not more than it can take",
     )
 

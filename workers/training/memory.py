@@ -56,17 +56,17 @@ class MemoryWatch:
 
     def __init__(self, device: torch.device, limit_bytes: int) -> None:
         self._device, self._limit = device, limit_bytes
-        self._holds = device.type == "cpu"
+        self._can_be_checked = device.type == "cpu"
 
     def begin(self) -> None:
         """Resets a peak above the limit, such as that of loading the model."""
-        if self._holds and peak(self._device) > self._limit:
+        if self._can_be_checked and peak(self._device) > self._limit:
             reset_peak(self._device)
-            self._holds = peak(self._device) < self._limit or in_use(self._device) > self._limit
+            self._can_be_checked = peak(self._device) < self._limit or in_use(self._device) > self._limit
 
     def exceeded(self) -> bool:
         """Whether more than the limit was in use since `begin()`."""
-        return self._holds and peak(self._device) > self._limit
+        return self._can_be_checked and peak(self._device) > self._limit
 
 
 def gib(count: int) -> float:

@@ -92,7 +92,7 @@ def recompute_activations(model: Any) -> None:
 
 @contextlib.contextmanager
 def without_randomness(model: torch.nn.Module) -> Iterator[None]:
-    """Disables dropout and jitter within the block; layers with gradient checkpointing keep using it."""
+    """Disables dropout and jitter within the block; gradient checkpointing stays on."""
     was = {module: module.training for module in model.modules()}
     recompute = {}
     for module in was:

@@ -32,7 +32,7 @@ _CHECKED_TOKENS = 997
 """The most tokens of each of the two longest samples; not a multiple of the blocks that models use."""
 _MOST_OPERATIONS_IN_FP64 = 5e12
 """The most floating-point operations of a forward pass on the host: about a minute."""
-_MOST_WITHOUT_DOUBT = 1e11
+_MOST_WITHOUT_SUSPICION = 1e11
 """Up to this many operations, the check is made in fp64 even if 16 bits show nothing: they hide small
 changes."""
 
@@ -100,7 +100,7 @@ def why_not_packed(
 ) -> str | None:
     """Why samples cannot be packed, as a sentence; None if packing changes their loss only by rounding."""
     for samples in _rows_to_check(loader, most_tokens, most_samples):
-        own = _found_against(replica, samples, layouts) if replica.is_sharded or group.leads else None
+        own = _why_row_mixes(replica, samples, layouts) if replica.is_sharded or group.leads else None
         reason: str | None = group.broadcast(own)
         if reason is not None:
             tokens = sum(map(len, samples))
@@ -111,7 +111,7 @@ def why_not_packed(
 def _rows_to_check(loader: Loader, most_tokens: int, most_samples: int) -> Iterator[list[Tokens]]:
     """The samples of each row to check: the beginnings of the two longest that may share a micro-batch (one,
     if there is no other); and of a row as long as the largest micro-batch, if that is longer."""
-    samples, apart = loader.samples, loader.layout.isolate_above
+    samples, apart = loader.samples, loader.layout.separate_above
     ordered: Indices = np.argsort(-samples.lengths, kind="stable")
     if apart is not None:
         is_long = samples.lengths[ordered] > apart
@@ -141,7 +141,7 @@ def fill_row(lengths: Indices, most_tokens: int, most_samples: int) -> list[int]
     return chosen
 
 
-def _found_against(replica: Replica, samples: Sequence[Tokens], layouts: Layouts) -> str | None:
+def _why_row_mixes(replica: Replica, samples: Sequence[Tokens], layouts: Layouts) -> str | None:
     """Why the samples cannot be packed into a row; None if packing changes their loss only by rounding.
 
     If memory does not suffice to check a row, half of the row is checked: training on it would need even
@@ -157,10 +157,10 @@ def _found_against(replica: Replica, samples: Sequence[Tokens], layouts: Layouts
         found = None  # what failed is freed only after this block
     if found is None:
         replica.free_memory()
-        return _found_against(replica, samples[: (len(samples) + 1) // 2], layouts)
+        return _why_row_mixes(replica, samples[: (len(samples) + 1) // 2], layouts)
     is_precise = rounding < _ROUNDING_IN_16_BITS
     seems_apart = found.within(ROUNDING_IN_FP64, rounding)
-    if seems_apart and (is_precise or _operations(replica, samples) > _MOST_WITHOUT_DOUBT):
+    if seems_apart and (is_precise or _operations(replica, samples) > _MOST_WITHOUT_SUSPICION):
         return None
     exact = _errors_in_fp64(replica, samples, layouts)
     if exact is None and seems_apart:

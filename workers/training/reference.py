@@ -166,8 +166,8 @@ def _compute(
     interrupted: Callable[[], bool],
     report: Callable[[int, int], None],
 ) -> bool:
-    """Computes what is not known, this rank's part of it, in place. Returns whether it was interrupted, which
-    ranks that run each pass at the same time are not."""
+    """Computes what is not known, this rank's part of it, in place. Returns whether it was interrupted;
+    ranks that run each pass at the same time do not look for interruptions here."""
     passes = samples.stored_sequences // samples.sequences
     was_training = replica.model.training
     replica.model.eval()
@@ -179,7 +179,7 @@ def _compute(
                 samples.lengths[missing],
                 TokenBudget(tokens=tokens),
                 packed=layout.packed,
-                isolate_above=layout.isolate_above,
+                separate_above=layout.separate_above,
             )
             own, counting = share_of_rank(groups, group, equally=replica.is_sharded)
             for number, each in enumerate(own):

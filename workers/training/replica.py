@@ -42,7 +42,7 @@ class Replica:
     memory: memory.MemoryWatch
     stopwatch: Stopwatch
     kernels: "tuple[Kernels, ...]" = ()
-    """Those of other packages that are in use."""
+    """Those that are in use instead of the model's own."""
 
     @property
     def is_sharded(self) -> bool:

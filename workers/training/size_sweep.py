@@ -94,9 +94,8 @@ def apply(training: TrainingRun, tuning: Tuning) -> None:
     training.reporter.event(
         "tuned",
         f"Micro-batches of at most {tuning.token_budget} tokens are used{speed}. Of the {len(tuning.tried)} "
-        f"sizes measured on {tuning.samples} samples, this is the smallest within 3 % of the fastest. The "
-        "plan "
-        f"had allowed {before} tokens.",
+        f"sizes measured on {tuning.samples} samples, this is the smallest within 3 % of the fastest. "
+        f"Before, at most {before} tokens were allowed.",
         **tuning.model_dump(mode="json"),
     )
 

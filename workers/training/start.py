@@ -90,7 +90,7 @@ def start(
             most_tokens=plan.most_tokens,
             by_length=spec.clip_mode != "each_micro_batch",
             packed=loader.layout.packed,
-            isolate_above=loader.layout.isolate_above,
+            separate_above=loader.layout.separate_above,
             longest_row=longest_row,
         )
         for each, learned in zip(plan.ranks, state.budgets, strict=False)
@@ -412,13 +412,13 @@ def _layout(
 ) -> BatchLayout:
     data, short = assignment.spec.data, longrope_short_length(model)
     budget = rank.micro_batch_size * data.tokens_per_sample
-    isolate_above = None if short is None else short * data.sequences_per_sample
+    separate_above = None if short is None else short * data.sequences_per_sample
     return BatchLayout(
         pad_id=padding_token(tokenizer, model),
         packed=data.packing,
         routed=balance is not None,
         buckets=Buckets(budget, data.max_length, short) if assignment.spec.compile else None,
-        isolate_above=isolate_above,
+        separate_above=separate_above,
     )
 
 
@@ -433,8 +433,8 @@ def leader_first(group: Group) -> Iterator[None]:
 
 
 def _complete_report(run: RunDirectory, state: RunState, reporter: Reporter) -> None:
-    """Marks and reports the checkpoint that a run resumes from, if an attempt was killed after it was
-    written and before that."""
+    """Marks and reports the checkpoint that a run resumes from, if an attempt was killed between writing
+    and reporting it."""
     checkpoint.mark_if_best(run.checkpoints, state)
     newest = checkpoint.newest_first(run.checkpoints)[0]
     if not run.has_reported(newest.name):

@@ -119,7 +119,7 @@ class LearnedTuning:
     fixed: float | None = None
     """The measured fixed cost of a micro-batch, in tokens; None: not measured (fixed_cost.py)."""
     fixed_rounds: int = 0
-    """How often it was measured."""
+    """Rounds of measuring it; `ROUNDS` once no more are needed."""
     ended: bool = False
     """Whether nothing is tried any more, since a size ran out of memory, or the process was killed in it."""
 
@@ -215,7 +215,8 @@ class Fallbacks:
     """The fallbacks that this model needs to be trained correctly, or to fit into memory."""
 
     checkpointing: bool = False
-    """Whether gradient checkpointing was switched on because one sample did not fit without it."""
+    """Whether gradient checkpointing was switched on because a micro-batch that may not become
+    smaller did not fit without it."""
     own_logits: bool | None = None
     """Whether the model's own logits are used, because its head alone gives others; None if not checked
     yet."""

@@ -21,7 +21,7 @@ from workers.training import device_errors
 from workers.training.batch_loader import Loader
 from workers.training.distributed.group import Group
 from workers.training.kernels import (
-    FlashAttention,
+    BoundaryAttention,
     Kernels,
     attention_of_each_sample,
     base_of,
@@ -68,10 +68,10 @@ def choose_layout(
     if fallbacks.padded or not _may_be_packed(replica, loader, assignment, group):
         return None
     most_tokens = max(loader.longest, min(LONGEST_ROW, planned_tokens))
-    own = next((each for each in replica.kernels if isinstance(each, FlashAttention)), None)
+    own = next((each for each in replica.kernels if isinstance(each, BoundaryAttention)), None)
     kernel = own or _kernel_for(replica, spec, loader.longest, most_tokens)
     on_gpu = replica.device.type == "cuda"
-    if kernel is None or (on_gpu and run.ended_comparing_kernels(group.rank)):
+    if kernel is None or (on_gpu and run.was_ended_while_comparing_kernels(group.rank)):
         return None
     if not on_gpu and fallbacks.unpadded is not None:  # so that a resume is the same to the bit
         return _as_before(kernel, replica, loader, most_tokens) if fallbacks.unpadded else None
@@ -123,7 +123,7 @@ def _why_padded(
     fallbacks: Fallbacks,
     group: Group,
 ) -> str | None:
-    """Why samples cannot be packed, as a sentence. What was found is remembered, but for a lack of memory.
+    """Why samples cannot be packed, as a sentence. What was found is remembered, unless memory ran out.
 
     Args:
         most: samples of the largest window.

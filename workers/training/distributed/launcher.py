@@ -34,7 +34,7 @@ RENDEZVOUS_VARIABLE = "ACCRUE_RENDEZVOUS_FILE"
 (MASTER_ADDR and others)."""
 
 _MOST_STARTS = 30
-"""The job fails once all ranks together have been started this many times per rank for lack of memory. Each
+"""The job fails after this many starts per rank, over all ranks together, that ended for lack of memory. Each
 restart uses smaller micro-batches on some rank, so a few are enough."""
 
 _POLL_SECONDS = 0.05
