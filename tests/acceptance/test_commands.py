@@ -276,7 +276,10 @@ def test_keys(accrue: Accrue) -> None:
     assert "A key is needed" in run(accrue, "jobs", status=1)
     listed = json.loads(run(accrue, "keys", "list", "--json"))
     assert "alice" in run(accrue, "keys", "list")
-    assert "a quota of 10 device hours" in run(accrue, "keys", "quota", listed[0]["id"], "10")
+    assert "a quota of 10 device hours" in run(
+        accrue, "keys", "quota", listed[0]["id"], "--device-hours", "10"
+    )
+    accrue.env["ACCRUE_API_KEY"] = key
     assert "0.00 of 10 device hours used this month" in " ".join(run(accrue, "usage").split())
     revoked = accrue.command("keys", "revoke", listed[0]["id"])
     assert "No valid key is left" in revoked.stderr
