@@ -171,7 +171,7 @@ def _claim(dialect: str) -> Any:
         ),
         jobs.c.gpu_mask.bitwise_and(free_gpus) == jobs.c.gpu_mask,
         jobs.c.place < bindparam("before_place", type_=Double),
-        or_(owner.is_(None), func.coalesce(jobs.c.owner, records.NOBODY) == owner),
+        or_(owner.is_(None), func.coalesce(jobs.c.owner, records.NO_KEY) == owner),
         or_(
             jobs.c.owner.is_(None),
             jobs.c.owner.not_in(_texts_of(bindparam("used_up", type_=String), dialect)),

@@ -313,7 +313,7 @@ class AnsweredRequest(Base):
 
 
 class AuditEntry(Base):
-    """A request that changed something (app/security/audit.py)."""
+    """A request that may have changed something, or was refused (app/security/audit.py)."""
 
     __tablename__ = "audit"
 

@@ -15,7 +15,7 @@ from app.storage.compiled import Prepared
 from app.storage.database import database_now
 from app.storage.session import Session
 from app.storage.tables import Attempt, Job, Usage
-from app.usage.records import NOBODY, SECONDS_OF_DAY
+from app.usage.records import NO_KEY, SECONDS_OF_DAY
 
 HALF_LIFE_DAYS = 7.0
 _FORGOTTEN_DAYS = 70
@@ -58,7 +58,7 @@ def in_turn(waiting: Iterable[Waiting], used: Mapping[str, float]) -> list[str]:
 def order(session: Session) -> list[str]:
     """The owners of queued jobs, in the order in which they may start one."""
     waiting = [Waiting(*row) for row in _WAITING.run(session, {})]
-    if len(waiting) < 2:  # there is nobody to share with
+    if len(waiting) < 2:  # no other key waits
         return [each.owner for each in waiting]
     ((now,),) = _NOW.run(session, {})
     today = int(now // SECONDS_OF_DAY)
@@ -67,7 +67,7 @@ def order(session: Session) -> list[str]:
 
 
 def _waiting(dialect: str) -> Any:
-    owner = func.coalesce(Job.owner, NOBODY).label("of")
+    owner = func.coalesce(Job.owner, NO_KEY).label("key_id")
     may_start = (Job.status == "queued", Job.not_before <= database_now())
     return select(owner, func.min(Job.place)).where(*may_start).group_by(owner)
 
@@ -77,7 +77,7 @@ def _ended(dialect: str) -> Any:
 
 
 def _running(dialect: str) -> Any:
-    owner = func.coalesce(Job.owner, NOBODY).label("of")
+    owner = func.coalesce(Job.owner, NO_KEY).label("key_id")
     seconds = func.sum((database_now() - Attempt.claimed_at) * Job.device_count)
     own = (Attempt.job_id == Job.id) & (Attempt.attempt == Job.attempt)
     return select(owner, seconds).join(Attempt, own).where(Job.status == "running").group_by(owner)

@@ -14,7 +14,7 @@ from app.storage.database import database_now, insert_for
 from app.storage.session import Session
 from app.storage.tables import Attempt, Job, Usage
 
-NOBODY = ""
+NO_KEY = ""
 """The owner of jobs that were submitted without a key."""
 SECONDS_OF_DAY = 86400
 _EPOCH = date(1970, 1, 1).toordinal()
@@ -42,7 +42,7 @@ def record(session: Session, job_id: str, attempt: int) -> None:
         day = func.floor(day)
     ended = (
         select(
-            func.coalesce(Job.owner, NOBODY),
+            func.coalesce(Job.owner, NO_KEY),
             cast(day, Integer),
             func.coalesce(device_seconds(is_postgresql=is_postgresql), 0.0),
             literal(1),

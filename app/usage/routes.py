@@ -14,7 +14,7 @@ from app.storage.database import database_now
 from app.storage.session import Session
 from app.storage.tables import Key
 from app.usage import quotas, records
-from app.usage.records import NOBODY, month_of
+from app.usage.records import NO_KEY, month_of
 from app.usage.schemas import QuotaResponse, UsageOfDay, UsageResponse
 from app.web.database_sessions import SessionRoute
 from app.web.dependencies import CurrentCaller, Reading
@@ -83,7 +83,7 @@ def usage(
 
 
 def _names(session: Session, ids: Iterable[str]) -> dict[str, str]:
-    query = select(Key.id, Key.name).where(Key.id.in_([each for each in ids if each != NOBODY]))
+    query = select(Key.id, Key.name).where(Key.id.in_([each for each in ids if each != NO_KEY]))
     return dict(session.execute(query).all())
 
 

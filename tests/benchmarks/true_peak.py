@@ -70,7 +70,7 @@ def prepare_run(requested: dict[str, Any], folder: Path) -> RunDirectory:
 
 
 def write_lines(path: Path, texts: list[str], classes: int = 0) -> Path:
-    """A training file of texts, each of one of so many classes."""
+    """A training file of texts, whose labels are 0 to `classes` - 1 in turn; without labels if it is 0."""
     labels = [{"label": number % classes} if classes else {} for number in range(len(texts))]
     rows = ({"text": text, **label} for text, label in zip(texts, labels, strict=True))
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))

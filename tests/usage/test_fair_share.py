@@ -54,7 +54,7 @@ def test_keys_take_turns(database: Database) -> None:
     jobs = [queued(database, busy) for _ in range(3)]
     late = queued(database, other)
     nobody_s = queued(database, None)
-    assert claimed(database) == jobs[0], "nobody has used anything, and it is the oldest"
+    assert claimed(database) == jobs[0], "no key has used anything, and this job is the oldest"
     with database.writing() as session:
         earlier = database_now() - HOUR
         session.execute(update(Attempt).where(Attempt.job_id == jobs[0]).values(claimed_at=earlier))

@@ -72,7 +72,7 @@ def test_attempts_are_added_up_by_key_and_day(database: Database) -> None:
     run_for(database, None, 1.0)
     assert used(database, team) == pytest.approx(2.5, abs=0.01)
     assert used(database, other) == pytest.approx(3.0, abs=0.01)
-    assert used(database, records.NOBODY) == pytest.approx(1.0, abs=0.01)
+    assert used(database, records.NO_KEY) == pytest.approx(1.0, abs=0.01)
     with database.reading() as session:
         (row,) = session.scalars(select(Usage).where(Usage.owner == team))
         now = session.scalar(select(database_now())) or 0.0
