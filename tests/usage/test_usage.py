@@ -123,6 +123,7 @@ def test_a_key_that_has_used_up_its_quota_waits(database: Database) -> None:
     assert found is not None
     assert found.job_id == others, "the older job's key has used 2.5 of 2 hours"
     assert claim(database) is None
+    assert_used_up(database, team)
     with database.writing() as session:
         queue.heartbeat(session, fence, 15.0)
         queue.succeed(session, fence, {})
@@ -138,6 +139,7 @@ def test_submissions_are_refused_once_the_quota_is_used_up(
 ) -> None:
     team = key(database, hours=hours)
     run_for_free(database, team)
+    assert_used_up(database, *[team] * refused)
     viewer = Viewer(owner=team, creator=team)
     with database.seen_by(viewer).writing() as session:
         if not refused:
@@ -145,6 +147,13 @@ def test_submissions_are_refused_once_the_quota_is_used_up(
             return
         with pytest.raises(QuotaExceeded, match=r"submit again from 20\d\d-\d\d-01"):
             check_limits(session, settings)
+
+
+def assert_used_up(database: Database, *keys: str) -> None:
+    """Claims and pages agree on the keys that have used up their quotas."""
+    with database.reading() as session:
+        assert quotas.used_up(session) == keys
+        assert tuple(each.key_id for each in quotas.all_quotas(session) if each.is_used_up) == keys
 
 
 def run_for_free(database: Database, team: str) -> None:
