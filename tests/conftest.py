@@ -1,20 +1,28 @@
-"""Fixtures for all tests: settings with a folder of their own, and a migrated database."""
+"""Fixtures for all tests: settings with a folder of their own, and a migrated database.
+
+The service's packages are imported where a test asks for them, since tests/gpu also run where only the
+trainer's are installed.
+"""
 
 import shutil
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-from fastapi.testclient import TestClient
 
-from app.logs import configure
-from app.main import create_app
-from app.settings import Settings
-from app.storage.database import Database
-from app.storage.migrations import migrate, upgrade
-from tests.harness.postgresql import Server
+if TYPE_CHECKING:
+    from fastapi.testclient import TestClient
 
-configure("INFO", "json")
+    from app.settings import Settings
+    from app.storage.database import Database
+    from tests.harness.postgresql import Server
+
+if find_spec("structlog"):
+    from app.logs import configure
+
+    configure("INFO", "json")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -45,18 +53,20 @@ _DATABASES = {"server", "database_url"}
 @pytest.fixture(scope="session")
 def server(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Server | None]:
+) -> "Iterator[Server | None]":
     """The PostgreSQL server, where the tests run on one."""
     if not request.config.getoption("--postgresql"):
         yield None
         return
+    from tests.harness.postgresql import Server
+
     server = Server(tmp_path_factory.mktemp("pg"))
     yield server
     server.stop()
 
 
 @pytest.fixture
-def database_url(server: Server | None) -> Iterator[str | None]:
+def database_url(server: "Server | None") -> Iterator[str | None]:
     """A database of the test's own; null: SQLite in its data folder."""
     if server is None:
         yield None
@@ -67,7 +77,9 @@ def database_url(server: Server | None) -> Iterator[str | None]:
 
 
 @pytest.fixture
-def settings(tmp_path: Path, database_url: str | None) -> Settings:
+def settings(tmp_path: Path, database_url: str | None) -> "Settings":
+    from app.settings import Settings
+
     settings = Settings(
         database_url=database_url,
         data_dir=tmp_path / "data",
@@ -83,6 +95,8 @@ def settings(tmp_path: Path, database_url: str | None) -> Settings:
 @pytest.fixture(scope="session")
 def migrated_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A SQLite database as all migrations make it, to be copied: that takes a hundredth of the time."""
+    from app.storage.migrations import migrate, upgrade
+
     path = tmp_path_factory.mktemp("migrated") / "accrue.db"
     upgrade(f"sqlite:///{path}")
     migrate(f"sqlite:///{path}")  # opens it as the service does, which turns on the write-ahead log
@@ -90,7 +104,9 @@ def migrated_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def database(settings: Settings, migrated_file: Path) -> Iterator[Database]:
+def database(settings: "Settings", migrated_file: Path) -> "Iterator[Database]":
+    from app.storage.database import Database
+
     if settings.database_url is None:
         shutil.copy(migrated_file, settings.data_dir / migrated_file.name)
     database = Database(settings.resolved_database_url)
@@ -99,8 +115,12 @@ def database(settings: Settings, migrated_file: Path) -> Iterator[Database]:
 
 
 @pytest.fixture
-def client(settings: Settings, migrated_file: Path) -> Iterator[TestClient]:
+def client(settings: "Settings", migrated_file: Path) -> "Iterator[TestClient]":
     """The application in this process, with a database of its own and no worker."""
+    from fastapi.testclient import TestClient
+
+    from app.main import create_app
+
     database = settings.data_dir / migrated_file.name
     if settings.database_url is None and not database.exists():
         shutil.copy(migrated_file, database)

@@ -1,11 +1,14 @@
 """What the parts of the acceptance test share: checks, the device, and run directories on it."""
 
+import contextlib
 import gc
 import hashlib
 import json
 import multiprocessing
+import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +17,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from app.contract import fail_points
 from app.contract.assignment import Assignment
 from app.contract.plan import MicroBatchRule, Plan
 from app.contract.reports import Outcome
@@ -106,6 +110,7 @@ class Place:
         rule: MicroBatchRule | None = None,
         limit_bytes: int | None = None,
         attempt: int = 1,
+        data: Path | None = None,
     ) -> RunDirectory:
         """A run directory for this device.
 
@@ -113,16 +118,16 @@ class Place:
             model: its folder; None for the built-in model.
             lengths: bytes of each text, which are its tokens but for the ends; by default 40 short ones.
             limit_bytes: the memory that may be used; None for nearly all.
+            data: a file as the spec describes it, instead of texts.
         """
-        data = self.folder / f"{name}.jsonl"
-        texts = texts_of(lengths or np.random.default_rng(0).integers(8, 50, 40).tolist())
-        data.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-        digest = hashlib.sha256(data.read_bytes()).hexdigest()
-        longest = max(map(len, texts)) + 2
-        own = spec.data.model_copy(
-            update={"sha256": digest, "examples": len(texts), "max_length": max(64, longest)}
-        )
-        spec = spec.model_copy(update={"data": own})
+        own: dict[str, Any] = {}
+        if data is None:
+            data = self.folder / f"{name}.jsonl"
+            texts = texts_of(lengths or np.random.default_rng(0).integers(8, 50, 40).tolist())
+            data.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+            own = {"examples": len(texts), "max_length": max(64, *(len(text) + 2 for text in texts))}
+        own["sha256"] = hashlib.sha256(data.read_bytes()).hexdigest()
+        spec = spec.model_copy(update={"data": spec.data.model_copy(update=own)})
         run = RunDirectory(self.folder / name)
         run.write_assignment(
             Assignment(
@@ -184,6 +189,22 @@ def train(run: RunDirectory, stop_after: int | None = None) -> Outcome | None:
             return fit(run, assignment, reporter, stop)
         except Interrupted:
             return None
+
+
+def train_until_killed(run: RunDirectory, micro_batch: int) -> None:
+    """Trains in a process of its own, which is killed before that micro-batch, as by a power cut.
+
+    Raises:
+        AssertionError: the run ended before.
+    """
+    with processes() as alone, contextlib.suppress(BrokenProcessPool):
+        alone.submit(_train_with_fault, run, f"rank-0.micro_batch:kill:{micro_batch}").result()
+        raise AssertionError("the run ended before it was killed")
+
+
+def _train_with_fault(run: RunDirectory, fault: str) -> None:
+    os.environ[fail_points.VARIABLE] = fault
+    train(run)
 
 
 def log_of(run: RunDirectory) -> list[dict[str, Any]]:

@@ -26,7 +26,9 @@ from tests.gpu.checks import (
     processes,
     spec_with,
     train,
+    train_until_killed,
 )
+from tests.harness.preferences import OBJECTIVES, objective_spec, preference_data, write_preferences
 from tests.harness.specs import make_optimizer, make_schedule
 from workers.run_directory import RunDirectory
 
@@ -177,8 +179,8 @@ def reads(place: Place, figures: dict[str, Any]) -> Iterator[Check]:
 
 
 def resume(place: Place, figures: dict[str, Any]) -> Iterator[Check]:
-    """A stopped run beside one that was not: bit-identical where kernels are deterministic, as on a CPU;
-    otherwise the difference of the weights is reported."""
+    """A stopped run and a killed one beside one that went through: bit-identical where kernels are
+    deterministic, as on a CPU; otherwise the difference of the weights is reported."""
     for deterministic in (False, True):
         spec = spec_with(max_steps=12, certificate=False, deterministic=deterministic, precision="bf16")
         precision: RunPrecision = "bf16" if place.is_gpu else "fp32"
@@ -186,14 +188,17 @@ def resume(place: Place, figures: dict[str, Any]) -> Iterator[Check]:
         name = f"deterministic-{deterministic}"
         whole = place.run(f"whole-{name}", spec, precision=precision, rule=rule)
         train(whole)
-        stopped = place.run(f"stopped-{name}", spec, precision=precision, rule=rule)
-        assert train(stopped, stop_after=30) is None, "the run ended before it was stopped"
-        train(place.run(f"stopped-{name}", spec, precision=precision, rule=rule, attempt=2))
-        difference = _difference(whole.model, stopped.model)
-        figures[name] = difference
         exact = deterministic or not place.is_gpu
-        yield at_most(f"difference after a resume, {name}", difference, 0.0 if exact else 1e-2)
-        place.clear()
+        for fault in ("stopped", "killed"):
+            run = place.run(f"{fault}-{name}", spec, precision=precision, rule=rule)
+            if fault == "killed":
+                train_until_killed(run, 30)
+            else:
+                assert train(run, stop_after=30) is None, "the run ended before it was stopped"
+            train(place.run(f"{fault}-{name}", spec, precision=precision, rule=rule, attempt=2))
+            difference = figures[f"{fault}, {name}"] = _difference(whole.model, run.model)
+            yield at_most(f"difference after a run was {fault}, {name}", difference, 0.0 if exact else 1e-2)
+            place.clear()
 
 
 def _difference(one: Path, other: Path) -> float:
@@ -256,6 +261,9 @@ def features(place: Place, figures: dict[str, Any]) -> Iterator[Check]:
             cases["qlora"] = ("bf16", {"method": qlora})
             cases["adamw_8bit"] = ("bf16", {"optimizer": make_optimizer("adamw_8bit")})
         cases["compile"] = ("bf16", {"compile": True})  # takes the longest
+    for objective in OBJECTIVES:
+        changes = {"objective": objective_spec(objective), "data": preference_data(objective, 24)}
+        cases[objective] = ("bf16", changes)
     if find_spec("pytorch_optimizer"):
         cases["lion"] = ("bf16", {"optimizer": make_optimizer("lion")})
     model = place.model("features", _llama(2, 128))
@@ -288,7 +296,10 @@ def _five_steps(
     place: Place, folder: str, model: Path, precision: RunPrecision, changes: dict[str, Any]
 ) -> dict[str, Any]:
     """The losses of five steps, and which kernels of other packages were used."""
-    run = place.run(folder, spec_with(max_steps=5, **changes), model=model, precision=precision)
+    spec, data = spec_with(max_steps=5, **changes), None
+    if spec.objective is not None:
+        data = write_preferences(place.folder / f"{folder}.jsonl", spec.objective.name)
+    run = place.run(folder, spec, model=model, precision=precision, data=data)
     train(run)
     kernels = events_of(run, "kernels")
     found = {
