@@ -33,7 +33,7 @@ class DeviceLocks:
     def take(self, device: Device) -> int | None:
         """Takes a device's lock and returns its descriptor; the lock is held while any process has that open.
 
-        Returns None if another worker's trainer uses the device, and logs this once.
+        Returns None if another process uses the device, to train or to answer requests, and logs this once.
         """
         path = self._path(device)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -43,10 +43,12 @@ class DeviceLocks:
             os.close(descriptor)
             if device.id not in self._logged:
                 self._logged.add(device.id)
-                log.warning(
-                    "waiting for another worker on this machine that uses the device", device=device.name,
-                    id=device.id, lock=str(path),
-                )  # fmt: skip
+                log.info(
+                    "another process of Accrue uses the device",
+                    device=device.name,
+                    id=device.id,
+                    lock=str(path),
+                )
             return None
         self._logged.discard(device.id)
         return descriptor

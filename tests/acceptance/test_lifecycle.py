@@ -63,7 +63,7 @@ def test_a_second_worker_waits_for_the_first_ones_trainer_and_says_so(accrue: Ac
     accrue.start("worker")
     second = accrue.submit(dataset_config=long, training_config={"max_steps": 1})
     log = accrue.data.parent / "processes.log"
-    until(lambda: "waiting for another worker" in log.read_text(), 60)
+    until(lambda: "another process of Accrue uses the device" in log.read_text(), 60)
     assert accrue.job(second)["status"] == "queued"
     accrue.post(f"/gradient-accumulation/training/{first}/cancel")
     assert accrue.ended(second)["status"] == "succeeded"

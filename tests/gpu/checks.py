@@ -156,7 +156,8 @@ class Place:
 def processes() -> Iterator[ProcessPoolExecutor]:
     """Runs each call in a process of its own, as a trainer is one, which has not used the GPU before."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.gpu.runs", "transformers.models.llama.modeling_llama", "peft"])
+    # Without peft: it imports bitsandbytes, which looks for GPUs, and then no fork can use them.
+    context.set_forkserver_preload(["tests.gpu.runs", "transformers.models.llama.modeling_llama"])
     with ProcessPoolExecutor(1, mp_context=context, max_tasks_per_child=1) as made:
         yield made
 

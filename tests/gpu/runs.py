@@ -271,7 +271,7 @@ def features(place: Place, figures: dict[str, Any]) -> Iterator[Check]:
         began = time.perf_counter()
         try:
             asked = (place, f"feature-{name.replace(' ', '-')}", model, precision, changes)
-            if name == "compile":  # in a process in which no kernels of other packages were used
+            if name in ("compile", _KERNELS):  # kernels that are used stay in the modules of their process
                 with processes() as alone:
                     found = alone.submit(_five_steps, *asked).result()
             else:

@@ -1,5 +1,8 @@
 """Answers on a GPU are those of transformers' `generate` there, one at a time and together."""
 
+import os
+import time
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
@@ -12,10 +15,11 @@ from app.contract.inference import AnswerPart, InferenceOrder, SamplingOptions
 from app.contract.model_reference import ModelReference
 from workers.inference.batching_check import check_batching
 from workers.inference.engine import Engine
+from workers.inference.engine_process import EngineProcess
 from workers.inference.loading import Loaded
-from workers.inference.protocol import AnswerOrder, Reported
+from workers.inference.protocol import AnswerOrder, LoadOrder, Reported
 from workers.inference.sampling import SamplingDefaults
-from workers.training.tiny_gpt2 import make_tokenizer
+from workers.training.tiny_gpt2 import ensure_tiny_gpt2, make_tokenizer
 
 CUDA = torch.device("cuda")
 SIZES: dict[str, Any] = {
@@ -103,3 +107,42 @@ def test_half_precision_answers_together(dtype: torch.dtype) -> None:
     assert check_batching(model, CUDA).agree
     _, counts = answered(model)
     assert all(count > 0 for count in counts)
+
+
+def test_a_process_in_its_sandbox_answers(tmp_path: Path) -> None:
+    assert answered_by_process(tmp_path, "cuda") > 0
+
+
+def answered_by_process(folder: Path, device: str) -> int:
+    """The tokens of an answer by an engine's own process, which had no GPU when it started."""
+    data, own = folder / "data", folder / "own"
+    own.mkdir()
+    ensure_tiny_gpt2(data / "model")
+    reference = ModelReference(name="accrue/tiny-gpt2", source="built_in", architecture=_architecture())
+    engine = EngineProcess({**os.environ, "CUDA_VISIBLE_DEVICES": ""})
+    try:
+        engine.send(
+            LoadOrder(
+                model=reference, path=str(data / "model"), folder=str(own), hidden=str(data),
+                environment={"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0")},
+                device=device,
+            )
+        )  # fmt: skip
+        order = InferenceOrder(
+            model=reference, prompts=("hello",), max_tokens=8, sampling=SamplingOptions(seed=0)
+        )
+        ends = time.monotonic() + 120
+        while time.monotonic() < ends:
+            for reported in engine.received():
+                assert reported.failed is None, reported.failed
+                if reported.ready:
+                    engine.send(AnswerOrder(id="1", order=order))
+                if reported.part is not None:
+                    assert reported.part.error is None, reported.part.error
+                    if reported.part.usage is not None:
+                        return reported.part.usage.completion_tokens
+            engine.send_rest()
+            time.sleep(0.02)
+        raise AssertionError("the process did not answer")
+    finally:
+        engine.kill()

@@ -197,6 +197,53 @@ def test_liger_kernel_replaces_layers_but_not_the_loss(liger: list[dict[str, Any
     assert liger == [{"cross_entropy": False, "fused_linear_cross_entropy": False}]
 
 
+def test_rotary_embeddings_are_compiled_for_few_numbers_of_rows() -> None:
+    calls: list[tuple[str, int]] = []
+
+    def as_(name: str) -> Any:
+        def apply(query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            calls.append((name, len(query)))
+            return query, key
+
+        return apply
+
+    apply = kernels.for_few_numbers_of_rows(as_("kernel"), as_("own"))
+    for rows in (1, 8, 1, 7, 6, 5, 8, 9, 1):
+        states = torch.zeros(rows, 2, 3, 4)
+        assert apply(states, states)[0] is states
+    assert [name for name, _ in calls].count("own") == 2
+    assert [rows for name, rows in calls if name == "own"] == [5, 9]
+
+
+def test_the_patched_rotary_embeddings_are_those_of_liger_kernel(
+    liger: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.models.llama import modeling_llama
+
+    own, taken = modeling_llama.apply_rotary_pos_emb, []
+
+    def patch(model: Any, **rest: Any) -> None:
+        def fast(query: Any, key: Any, cos: Any, sin: Any, **others: Any) -> Any:
+            taken.append(len(query))
+            return own(query, key, cos, sin, **others)
+
+        modeling_llama.apply_rotary_pos_emb = fast
+
+    monkeypatch.setattr(
+        sys.modules["liger_kernel.transformers.monkey_patch"], "_apply_liger_kernel_to_instance", patch
+    )
+    model = make_model("llama")
+    [found] = kernels.installed_kernels(
+        a_replica(model), make_spec(kernels="auto", attention="eager"), packed=False, longest=9
+    )
+    found.switch_on()
+    for rows in range(1, 7):
+        model(input_ids=torch.zeros(rows, 3, dtype=torch.long))
+    found.switch_off()
+    assert modeling_llama.apply_rotary_pos_emb is own
+    assert sorted(set(taken)) == [1, 2, 3, 4]
+
+
 @pytest.mark.parametrize(
     ("spec", "replica"),
     [

@@ -5,6 +5,8 @@ which model to load; others follow once it is loaded. A model's files and what u
 process sees only the model's files, has no database, and ends when the socket is closed.
 """
 
+import importlib
+import importlib.util
 import os
 import sys
 import threading
@@ -14,9 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
 
-import peft  # noqa: F401  # imported before the first order, so that loading takes less time
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
+from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401  # loading then takes less time
 from transformers.models.auto import modeling_auto  # noqa: F401
 
 from workers.inference.engine import Engine, unexpected
@@ -43,6 +44,8 @@ _ENDS_WITHIN_SECONDS = 2.0
 def main() -> int:
     """Waits for the order to load a model, loads it, and answers until the socket is closed."""
     die_with_parent()
+    if importlib.util.find_spec("bitsandbytes") is None:
+        importlib.import_module("peft")  # it imports bitsandbytes, after which forks cannot use a GPU
     first = next(_lines(), None)
     if first is None:
         return 0

@@ -1,6 +1,7 @@
 """Where a model is loaded: on a free GPU that it fits on, or on the CPU."""
 
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,9 @@ from app.settings import Settings
 from workers.device_locks import DeviceLocks
 from workers.slots import Slots
 from workers.training.host_memory import available_on_host
+
+_LOOKING_SECONDS = 0.03
+"""How long a worker usually needs at most to look for jobs; answers wait meanwhile."""
 
 _FULL = 0.9
 """The share of a device's memory that a model may take."""
@@ -70,7 +74,7 @@ class Placement:
         ):
             for device in self.slots.usable():
                 if device.kind == "cuda" and needed <= _FULL * device.memory_bytes:
-                    lock = self.locks.take(device)
+                    lock = self._lock_of(device)
                     if lock is not None:
                         return Place(device, lock)
         free = available_on_host()
@@ -80,6 +84,14 @@ class Placement:
                 f"{free / 2**30:.1f} GiB of free memory, and no free GPU that is large enough"
             )
         return Place(None)
+
+    def _lock_of(self, device: Device) -> int | None:
+        """The device's lock; None if the device is in use. A worker that looks for jobs holds the locks of
+        free devices for a moment."""
+        ends = time.monotonic() + _LOOKING_SECONDS
+        while (lock := self.locks.take(device)) is None and time.monotonic() < ends:
+            time.sleep(0.01)
+        return lock
 
 
 def weight_bytes(model: ModelReference, settings: Settings) -> int:

@@ -26,6 +26,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from app.contract.spec import Spec
 from workers.reporter import Reporter
@@ -213,11 +214,44 @@ def _liger(model: Any) -> Kernels | None:
     if model.config.model_type not in monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN:
         return None
     without = {"cross_entropy": False, "fused_linear_cross_entropy": False}
-    return Patch(
-        _named("liger-kernel"),
-        model,
-        lambda: monkey_patch._apply_liger_kernel_to_instance(model, **without),
-    )
+
+    def apply() -> None:
+        code = vars(sys.modules[type(model).__module__])
+        own = code.get(_ROTARY)
+        monkey_patch._apply_liger_kernel_to_instance(model, **without)
+        if own is not None and code[_ROTARY] is not own:
+            code[_ROTARY] = for_few_numbers_of_rows(code[_ROTARY], own)
+
+    return Patch(_named("liger-kernel"), model, apply)
+
+
+_ROTARY = "apply_rotary_pos_emb"
+"""The function of transformers' models that applies rotary embeddings."""
+
+_NUMBERS_OF_ROWS = 4
+
+
+def for_few_numbers_of_rows(
+    fast: Callable[..., tuple[Tensor, Tensor]], own: Callable[..., tuple[Tensor, Tensor]]
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Rotary embeddings by a kernel for the first four numbers of rows that occur, and by the model's own
+    operators for all others. liger-kernel compiles its kernel anew for each number of rows, which takes as
+    long as a whole window, and the rows of padded micro-batches vary.
+
+    Args:
+        fast: the kernel; its first argument is of shape (rows, heads, sequence, width).
+        own: the model's own function, with the same arguments.
+    """
+    compiled: set[int] = set()
+
+    def apply(query: Tensor, *others: Any, **named: Any) -> tuple[Tensor, Tensor]:
+        rows = query.shape[0]
+        if rows not in compiled and len(compiled) == _NUMBERS_OF_ROWS:
+            return own(query, *others, **named)
+        compiled.add(rows)
+        return fast(query, *others, **named)
+
+    return apply
 
 
 def attention_of_each_sample(replica: Replica, spec: Spec, longest: int) -> Kernels | None:
