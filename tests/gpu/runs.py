@@ -260,12 +260,13 @@ def features(place: Place, figures: dict[str, Any]) -> Iterator[Check]:
         if find_spec("bitsandbytes"):
             cases["qlora"] = ("bf16", {"method": qlora})
             cases["adamw_8bit"] = ("bf16", {"optimizer": make_optimizer("adamw_8bit")})
-        cases["compile"] = ("bf16", {"compile": True})  # takes the longest
     for objective in OBJECTIVES:
         changes = {"objective": objective_spec(objective), "data": preference_data(objective, 24)}
         cases[objective] = ("bf16", changes)
     if find_spec("pytorch_optimizer"):
         cases["lion"] = ("bf16", {"optimizer": make_optimizer("lion")})
+    if place.is_gpu:
+        cases["compile"] = ("bf16", {"compile": True})  # takes the longest
     model = place.model("features", _llama(2, 128))
     for name, (precision, changes) in cases.items():
         began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The simulation compared with what an H200 has measured (tests/gpu, `memory`)."""
+"""The simulation compared with what an H200 and an H100 have measured (tests/gpu, `memory`)."""
 
 import json
 from typing import Any
@@ -11,19 +11,21 @@ from tests.gpu.acceptance import RESULTS
 from tests.gpu.kernels import RECIPES
 from workers.profiling.profile import make_profile
 
-MEASURED: dict[str, Any] = json.loads((RESULTS / "gpu-nvidia-h200.json").read_text())["parts"]["memory"]
+MEASURED: list[dict[str, Any]] = [
+    json.loads((RESULTS / f"gpu-{name}.json").read_text())["parts"]["memory"]["figures"]
+    for name in ("nvidia-h200", "nvidia-h100-80gb-hbm3")
+]
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("case", RECIPES, ids=lambda case: case.name)
 def test_memory_is_predicted_as_measured(case: Any) -> None:
-    true = MEASURED["figures"][case.name]["true"]
-    recipe = Recipe(
-        device="cuda", expandable_segments=True, context_bytes=MEASURED["figures"]["context_bytes"],
-        **case.options,
-    )  # fmt: skip
-    profile = make_profile(case.config, recipe, case.sequence)
-    predicted = ByProfile(profile.curve, recipe, "simulated").memory(case.rows)
-    assert predicted.peak_allocated_bytes == pytest.approx(true["allocated"], rel=0.001)
-    assert predicted.peak_reserved_bytes == pytest.approx(true["reserved"], rel=0.01)
-    assert predicted.peak_process_bytes == pytest.approx(true["process"], rel=0.01)
+    common = Recipe(device="cuda", expandable_segments=True, **case.options)
+    profile = make_profile(case.config, common, case.sequence)
+    for figures in MEASURED:
+        true = figures[case.name]["true"]
+        recipe = common.model_copy(update={"context_bytes": figures["context_bytes"]})
+        predicted = ByProfile(profile.curve, recipe, "simulated").memory(case.rows)
+        assert predicted.peak_allocated_bytes == pytest.approx(true["allocated"], rel=0.001)
+        assert predicted.peak_reserved_bytes == pytest.approx(true["reserved"], rel=0.01)
+        assert predicted.peak_process_bytes == pytest.approx(true["process"], rel=0.01)
