@@ -64,6 +64,11 @@ class Settings(BaseSettings):
         description="Workers first start jobs of the key with the least device time in recent weeks; "
         "off: jobs start in the order of the queue",
     )
+    preemption: bool = Field(
+        False,
+        description="Jobs with a lower priority are interrupted for a job with a higher one that has no "
+        "device, and continue later; off: it waits until a device is free",
+    )
     max_stored_bytes: int | None = Field(
         None,
         ge=0,

@@ -39,6 +39,8 @@ def end_job(
     elif running.timed_out:
         message = "The job ran longer than its timeout_seconds: resume it to continue from its checkpoint."
         queue.fail(session, fence, Failure(code=lifecycle.TIMEOUT, message=message, permanent=True))
+    elif running.makes_way:
+        queue.make_way(session, fence, running.interrupted_because or "it makes way for another job")
     elif running.interrupted_because or (status == INTERRUPTED and interrupted):
         queue.release(session, fence, running.interrupted_because or "interrupted")
     elif status == IN_USE:

@@ -63,6 +63,8 @@ class Running:
     """The action that a user has requested (pause, cancel, stop), as of the last renewal."""
     interrupted_because: str | None = None
     """Why the worker has interrupted the trainer, or None."""
+    makes_way: bool = False
+    """Whether it was interrupted for a job with a higher priority."""
     cooling_since: float | None = None
     """When training was paused because a GPU was too hot, or None if it is not paused."""
     timed_out: bool = False

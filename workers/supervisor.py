@@ -22,7 +22,7 @@ from app.devices import live_workers
 from app.errors import ReplacedDatabase
 from app.exports import requests as export_requests
 from app.inference import requests
-from app.jobs import placement, queue, transitions
+from app.jobs import placement, preemption, queue, transitions
 from app.jobs.queue import Offer
 from app.jobs.transitions import Fence, LostJob
 from app.planning.devices import MAX_DEVICES, Device
@@ -55,6 +55,9 @@ soon after its end."""
 _TURN_SECONDS = 0.25
 """The maximum time that one turn spends on storing one trainer's reports."""
 
+_MAKE_WAY_SECONDS = 2.0
+"""How often a worker looks whether its jobs should make way for others."""
+
 
 Offered = tuple[list[Device], Offer]
 """An offer, and the devices that are offered."""
@@ -81,6 +84,7 @@ class Supervisor:
     """Whether the worker ends when no job is running or queued."""
 
     def __post_init__(self) -> None:
+        self._make_way_at = 0.0
         self.locks = DeviceLocks(self.settings)
         self.reservations = placement.Reservations()
         self.launcher = Launcher(self.settings, self.database)
@@ -111,6 +115,8 @@ class Supervisor:
                 done = False
                 with self._guarded(None):
                     claimed = not self.draining and self._claim_for_free_devices()
+                    if self.settings.preemption and not (claimed or self.draining):
+                        self._make_way()
                     done = not (claimed or self.running or self.leaving) and self._is_done()
                 if done:
                     break
@@ -241,6 +247,23 @@ class Supervisor:
             for lock in free.values():
                 os.close(lock)
         return claimed
+
+    def _make_way(self) -> None:
+        """Interrupts jobs for one with a higher priority, if that is this worker's part."""
+        now = time.monotonic()
+        if not self.running or now < self._make_way_at:
+            return
+        self._make_way_at = now + _MAKE_WAY_SECONDS
+        with self.database.reading() as session:
+            found = preemption.decide(session, self.id, self.labels(), fairly=self.settings.fair_share)
+        if found is None:
+            return
+        job_id, leaving = found
+        for running in self.running:
+            if running.fence.job_id in leaving and not running.interrupted_because:
+                log.info("a job makes way for another", job=running.fence.job_id, other=job_id)
+                running.makes_way = True
+                self._interrupt(running, f"{job_id}, whose priority is higher, needs its device")
 
     def _claim(self, free: dict[Device, int]) -> bool:
         """Claims a job, and starts its trainer on some of the free devices, which it removes from `free`.

@@ -309,8 +309,15 @@ def crash(session: Session, fence: Fence, failure: Failure) -> None:
 
 
 def release(session: Session, fence: Fence, why: str) -> None:
-    """Returns a running job to the queue, or moves it to the state that was requested."""
+    """Returns a running job to its place in the queue, or moves it to the state that was requested."""
     _leave(session, fence, why, "info", 0.0, Job.failures)
+
+
+def make_way(session: Session, fence: Fence, why: str) -> None:
+    """Returns a running job to the queue, like `release`, but as if it had been submitted now. It is then
+    behind every waiting job with a higher priority."""
+    place = database_now() - Job.priority * AGEING_SECONDS
+    _leave(session, fence, why, "info", 0.0, Job.failures, place)
 
 
 def postpone(session: Session, fence: Fence, why: str, wait_seconds: float) -> None:
@@ -416,7 +423,13 @@ def _end(
 
 
 def _leave(
-    session: Session, fence: Fence, why: str, level: Level, wait_seconds: float, failures: Any
+    session: Session,
+    fence: Fence,
+    why: str,
+    level: Level,
+    wait_seconds: float,
+    failures: Any,
+    place: Any = Job.place,
 ) -> None:
     """Moves a running job to queued, or to the state that was requested. A stop request is kept: the worker
     that claims the job next saves the model of its last checkpoint."""
@@ -432,6 +445,7 @@ def _leave(
         lease_until=None,
         requested="stop" if requested == "stop" else None,
         failures=failures,
+        place=place,
         not_before=database_now() + wait_seconds,
         finished_at=database_now() if status == "cancelled" else None,
     )

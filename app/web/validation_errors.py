@@ -177,6 +177,8 @@ def _unknown(field: str, requested: type[BaseModel] | None) -> str:
     meant = _FOREIGN_NAMES.get(name, name)
     beside = [each for each in there if each.rpartition(".")[0] == group]
     named = [each for each in [*beside, *there] if each.rpartition(".")[2] == meant and each != field]
+    if group and name in named[:1]:
+        return f"{message}: {name} belongs at the top level of the request, not in {group}"
     near = named or get_close_matches(field, beside, n=1, cutoff=0.7)
     return f"{message}: did you mean {near[0]}?" if near else f"{message}: see /docs"
 

@@ -46,6 +46,11 @@ def of_method(method: Any) -> dict[str, Any]:
         ),
         ({"epochs": 3}, "epochs", "did you mean training_config.epochs?"),
         ({"num_train_epochs": 3}, "num_train_epochs", "did you mean training_config.epochs?"),
+        (
+            {"training_config": {"tune": "off"}},
+            "training_config.tune",
+            "tune belongs at the top level of the request, not in training_config",
+        ),
         ({"training_config": {"lr": 1}}, "training_config.lr", "did you mean training_config.learning_rate?"),
         (of_method("lorra"), "training_config.method", METHODS),
         (of_method({"lara": {}}), "training_config.method", METHODS),
