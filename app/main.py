@@ -1,4 +1,4 @@
-"""The application: lifespan, routers, middleware, the one error handler."""
+"""The application: lifespan, routers, middleware, error handlers."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

@@ -49,7 +49,9 @@ class Settings(BaseSettings):
     worker_labels: str = Field(
         "", description="Labels of this machine's workers, which jobs may require: zone=a,gpu_type=H100"
     )
-    offline: bool = Field(False, description="Never ask the hub for a model")
+    offline: bool = Field(
+        False, description="Make no request to the Hugging Face Hub, for models or datasets"
+    )
     trusted_proxies: str = Field(
         "",
         pattern=r"^[0-9A-Fa-f.:/, *]*$",

@@ -1,5 +1,6 @@
 """`python -m workers` or `accrue worker`: settings, signals, start."""
 
+import os
 import signal
 
 from app.logs import configure
@@ -22,6 +23,8 @@ def main(*, until_empty: bool = False) -> None:
     end_with_parent()
     settings = get_settings()
     configure(settings.log_level, settings.log_format)
+    if settings.offline:
+        os.environ["HF_HUB_OFFLINE"] = "1"  # huggingface_hub reads it, in trainers and all other processes
     if not settings.trainer_network:
         check_network_isolation()
     settings.make_directories()

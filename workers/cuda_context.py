@@ -23,7 +23,7 @@ _SECONDS = 120.0
 _LEAST, _MOST = 64 * MIB, 4096 * MIB
 """Other results are not those of a context: another process took or released memory meanwhile."""
 _TOLERANCE = 0.05
-"""The most by which two measurements may differ."""
+"""The largest relative difference between two measurements."""
 
 _HOLD = "--hold"
 """The argument of the process whose context is measured."""

@@ -1,7 +1,8 @@
-"""A device is used by one trainer at a time, even with several workers: the trainer inherits a lock on it.
+"""A device is used by one trainer, or one process that answers requests, at a time, even with several
+workers.
 
-The trainer holds the lock, not the worker: the lock is free as soon as the trainer has ended, even if the
-worker is suspended and cannot release anything.
+A trainer inherits the lock and holds it, not the worker: it is free as soon as the trainer has ended, even if
+the worker is suspended and cannot release anything.
 """
 
 import fcntl
@@ -21,8 +22,9 @@ log = structlog.get_logger("accrue.worker")
 class DeviceLocks:
     """The locks of this machine's devices.
 
-    A GPU has one lock per machine, so that workers of other services wait for it too. The CPU has one lock
-    per data folder: all services share the processors, but two workers of one service take turns.
+    A GPU has one lock per machine, so that workers of other services wait for it too. A CPU device has
+    one lock per data folder and machine: all services share the processors, but two workers of one service
+    take turns.
     """
 
     def __init__(self, settings: Settings) -> None:

@@ -62,6 +62,7 @@ class Launcher:
             LostJob: the job belongs to another worker by now.
             DamagedRunDirectory: its run directory cannot be used.
             OSError: the disk is full, or the process cannot be started.
+            ValueError: the model is local, and ACCRUE_MODELS_DIR is not set for the worker.
         """
         spec = Spec.model_validate(job.spec)
         self._check_disk_space(spec)

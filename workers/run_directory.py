@@ -12,14 +12,18 @@ The trainer writes all others:
     shares.jsonl     a line per change of the ranks' shares of the work, over all attempts
     tuning.jsonl     a line per decision about the token budget, over all attempts
     trial            while a window tries another token budget
+    comparing-kernels-0  while a rank compares kernels of other packages with the model's own
     .base/           the base model's files, as links, made safe to load (training/model_files.py)
     base_model.json  identifies those files, so that every attempt trains from the same ones
     base_weights     a digest of the weights before the first step
     data/            the tokenised samples
     checkpoints/     step-00000050-0000-00003200/, ... (step, epoch, samples of that epoch)
     model/           the trained model
-    progress.json    progress within the current window, written at most once a second
-    completions.json how the model completes held-out prompts, before and after training
+    progress.json    progress of the preparation, then within the current window: at most once a second
+    completions.json how the model completes held-out prompts, before, during and after training
+    profile/         what `profile: true` wrote
+    replica-0/       the run directory of an independent replica, for which the job's trainer takes the place
+                     of the supervisor
     outcome.json     how a successful run ended
     failure.json     why an attempt failed, if the trainer could report it (failure-1.json, … of other ranks)
     trainer.log      what the trainer printed
@@ -126,7 +130,7 @@ _MAX_BYTES = {
     "outcome.json": 2**20,
     "completions.json": 2**22,
 }
-"""The maximum size in bytes of a trainer's files and lines, by name."""
+"""The maximum size in bytes of a run's files and lines, by name."""
 
 
 _FOLDERS = (".base", "data", "checkpoints", "model")

@@ -93,7 +93,7 @@ class Supervisor:
         )
 
     def labels(self) -> dict[str, str]:
-        """The worker's labels: what can be told of its machine, and the labels of its settings."""
+        """The worker's labels: what is known of its machine, and the labels of its settings."""
         return {**labels_of(self.slots.available()), **self.settings.labels}
 
     def run(self) -> None:
@@ -318,8 +318,8 @@ class Supervisor:
         return None, []
 
     def _offers(self, session: Session, free: list[Device]) -> list[Offered]:
-        """What the worker offers to the queue, in this order. If all of its devices are free, and no worker
-        has more of them, it also offers them to jobs that need more devices than any worker has."""
+        """What the worker offers to the queue, in this order. If all of its devices are free, it
+        also offers them to jobs that need more devices than any worker has that meets their requirements."""
         own = {device.id: each for each in (*self.running, *self.leaving) for device in each.devices}
         offered_ids = {device.id for device in free}
         busy = [device.id for device in self.slots.usable() if device.id not in offered_ids]
@@ -444,8 +444,8 @@ class Supervisor:
         """Keeps errors of one job, or of the database, from ending the worker.
 
         If the database does not answer, the next turn tries again; until then, trainers continue as long as
-        their leases are valid. This is the supervisor's only broad except: an unexpected error while handling
-        a job counts as that job's crash.
+        their leases are valid. Besides the one in `_claim`, this is the supervisor's only broad except: an
+        unexpected error while handling a job counts as that job's crash.
         """
         try:
             yield

@@ -133,7 +133,7 @@ class TrainerProcess:
         return self._process.pid
 
     def status(self) -> int | None:
-        """The exit status, or None while the trainer or one of its children is alive."""
+        """The exit status; None while the trainer is alive or, after `kill()`, one of its children."""
         with self._signalling:
             status = self._process.poll()
             return status if status is None or are_gone(self._inner) else None
@@ -208,7 +208,8 @@ def failure_of(status: int, printed: Path) -> Failure:
 
 
 _REFUSED_MEMORY = re.compile(rb"^memory allocation of \d+ bytes failed$", re.MULTILINE)
-"""What Rust, in which tokenizers are written, prints before it aborts. Memory is limited only for them."""
+"""What Rust, in which tokenizers are written, prints before it aborts. Of the code whose memory is
+limited, only tokenizers are written in Rust."""
 _END_BYTES = 2**14
 
 
@@ -254,7 +255,8 @@ def device_environment(devices: Sequence[Device]) -> dict[str, str]:
     """The environment of a process that uses devices."""
     passed = {name: value for name, value in os.environ.items() if is_passed_on(name)}
     if any(device.expandable_segments for device in devices) and "PYTORCH_CUDA_ALLOC_CONF" not in passed:
-        passed.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # no gaps between other sizes
+        # blocks of other sizes leave no gaps then
+        passed.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     return {
         **passed,
         "CUDA_VISIBLE_DEVICES": ",".join(

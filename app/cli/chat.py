@@ -40,8 +40,8 @@ def chat(
         bool | None,
         typer.Option(
             "--complete/--template",
-            help="Complete the message as it is, or render it with the chat template. Default: as the model "
-            "was trained; base models use their template, if they have one",
+            help="Complete the message as it is, or render it with the chat template. Default: with the "
+            "template for models trained on the format messages, and for base models that have one",
             show_default=False,
         ),
     ] = None,
@@ -134,7 +134,7 @@ _JOB_IN_NAME = re.compile(r"(?:ftjob-|ft:.*:)([A-Za-z0-9]+)(?::ckpt-step-[0-9]+)
 
 
 def _was_trained_without_template(client: Client, model: str) -> bool:
-    """Whether a job trained the model on something else than chats."""
+    """Whether the model's job trained on another format than `messages`."""
     found = _JOB_IN_NAME.fullmatch(model)
     if found is None:
         return False

@@ -318,8 +318,8 @@ def submit_file(
     columns: dict[str, str] | None,
     path: str = "/gradient-accumulation/training/with-accumulation",
 ) -> Any:
-    """Uploads the file, unless it exists, and submits a job, or several, with it. Returns the service's
-    answer.
+    """Uploads the file, unless the service already has it, and submits a job, or several, with it. Returns
+    the service's answer.
 
     Raises:
         InvalidRequest: it is not a regular file: a device such as /dev/zero may have no end.

@@ -31,7 +31,7 @@ def sweep(
             metavar="FIELD=VALUE,VALUE",
         ),
     ],
-    name: Annotated[str | None, typer.Option(help="Of the sweep; made up if omitted")] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the sweep; generated if omitted")] = None,
     model: Model = "accrue/tiny-gpt2",
     batch: Batch = None,
     epochs: Annotated[int | None, typer.Option(help="Passes over the data; default 3")] = None,

@@ -32,9 +32,10 @@ class Architecture(Frozen):
     active_experts: int = 1
     """Experts that a token goes through."""
     fingerprint: str = ""
-    """A digest of the fields of config.json that affect shapes or sizes; profiles are stored by it."""
+    """A digest of config.json without the fields that affect neither shapes nor memory; profiles are stored
+    by it."""
     parameters: int
-    """Trainable parameters, tied ones counted once."""
+    """All parameters of the model, tied ones counted once."""
     is_estimated: bool = False
     """Whether sizes and `parameters` are estimates, since no rule for the family is known."""
 

@@ -30,7 +30,8 @@ class OptimizerArguments(Request):
 
 
 class ScheduleArguments(Request):
-    """Arguments of the chosen schedule; the defaults are those of PyTorch."""
+    """Arguments of the chosen schedule; the defaults give the values of transformers' schedules and, for
+    one_cycle, those of PyTorch."""
 
     warmup_start: float | None = Field(
         None, ge=0, le=1, description="Share of the peak rate at the first update (0; constant warmup: 0.1)"

@@ -83,7 +83,7 @@ class Frozen(BaseModel):
 
 
 class Page(ResponseModel, Generic[Item]):
-    """One page of a list, newest first; ask for the next with `after=<last_id>`."""
+    """One page of a list; request the next one with `after=<last_id>`."""
 
     object: Literal["list"] = "list"
     data: list[Item]

@@ -16,7 +16,7 @@ ExportType = Literal["fp32", "bf16", "fp16", "q8_0"]
 """The type of an export's weights; q8_0 (GGUF only) has 8 bits."""
 
 FILES = "files"
-"""The folder of an export's files, in its folder."""
+"""The subfolder of an export's folder that holds its files."""
 
 LEAST_AGREEMENT = 0.999
 """The minimum of `agreement` plus `near_ties` at which an export is valid, unless it is quantised."""

@@ -1,7 +1,7 @@
 """Places where a test can make this process die, stop or fail: off unless ACCRUE_FAIL_POINTS names them.
 
-`ACCRUE_FAIL_POINTS=checkpoint.renamed:kill,ingest.stored:error:3` kills the process at the first of these
-points, and raises at the second when it is reached for the third time. Uses only the standard library.
+`ACCRUE_FAIL_POINTS=checkpoint.renamed:kill,supervisor.ingested:error:3` kills the process at the first of
+these points, and raises at the second when it is reached for the third time. Uses only the standard library.
 """
 
 import os

@@ -12,8 +12,9 @@ _LEAST_ROWS = 128
 _MOST_ROWS_ON_GPU = 2048
 """Each chunk reads the head's weight and adds to its gradient: about 12 bytes for each element, if the
 gradient is fp32. The element takes part in 2 operations for each row and product, and an H100 does about 300
-in bf16 in the time in which it moves a byte (990 TFLOP/s and 3.35 TB/s in its data sheet). So from about this
-many rows on, the products take longer than the traffic, and more rows would only take more memory."""
+in bf16 in the time in which it moves a byte (990 TFLOP/s and 3.35 TB/s in its data sheet). So beyond about
+600 rows, its three products (the logits and two gradients) take longer than the traffic; with this many rows,
+the traffic takes about a third as long as they do, and more rows would take more memory for little."""
 
 
 def rows_of_chunk(vocabulary: int, device: Literal["cpu", "cuda"]) -> int:

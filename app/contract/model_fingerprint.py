@@ -1,4 +1,5 @@
-"""The fingerprint of a base model's files: a digest that changes when one of the files changes.
+"""The fingerprint of a model's files: a digest of their names, sizes and contents (of a file above 64 MiB:
+evenly spaced blocks).
 
 The service stores it with a job, and the trainer checks it, so that a job trains the model that it was
 submitted with. Uses only the standard library.
@@ -26,7 +27,8 @@ TEMPLATES = "additional_chat_templates"
 
 
 def fingerprint_of_files(folder: Path) -> str:
-    """SHA-256 over the names, sizes and contents of the files that training reads.
+    """SHA-256 over the names, sizes and contents of the files that training reads; of large files, over some
+    blocks of the contents.
 
     Raises:
         OSError: one of them cannot be read.

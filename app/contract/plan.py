@@ -19,7 +19,8 @@ class TokenBudget(Frozen):
 
 
 class FixedCount(Frozen):
-    """Exactly this many micro-batches per window, with nearly equal numbers of padded tokens."""
+    """This many micro-batches per window on each device (fewer if the window has fewer samples), with nearly
+    equal numbers of padded tokens."""
 
     rule: Literal["count"] = "count"
     micro_batches: int
@@ -49,7 +50,8 @@ class Alternative(Frozen):
     source: Source
     predicted_samples_per_second: float | None = Field(
         None,
-        description="Full-length samples, forward and backward; null: not measured on this kind of device",
+        description="Full-length samples, forward and backward; null: no similar size was measured on this "
+        "kind of device",
     )
 
 

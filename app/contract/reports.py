@@ -40,7 +40,8 @@ Code = Annotated[str, Field(max_length=100), AfterValidator(storable)]
 
 
 def _bounded(value: Any, depth: int = 0) -> Any:
-    """A JSON value, cut where it is too long or too deep; too large or non-finite numbers become null."""
+    """A JSON value, cut where it is too long or too deep; non-finite numbers and integers beyond ±2^53 become
+    null."""
     if isinstance(value, str):
         return value[:_LONGEST_TEXT]
     if isinstance(value, float) and not isfinite(value):
@@ -215,7 +216,8 @@ class WindowProgress(Frozen):
     accumulation_step: Count
     """Micro-batches of this window so far."""
     prepared_samples: Count | None = None
-    """Samples tokenised so far, or then scored by the reference model; null once training has begun."""
+    """Samples tokenised so far or, in the next phase, scored by the reference model; null once training has
+    begun."""
     samples_to_prepare: Count | None = None
 
 
@@ -284,7 +286,7 @@ class Completion(Frozen):
     expected: str
     """How the sample continues."""
     before: str | None = None
-    """The completion by the base model; None if there is none."""
+    """The completion before training; None if there is none."""
     at_evaluations: Annotated[tuple[EarlierCompletion, ...], Field(fail_fast=True, max_length=100)] = ()
     """Completions while the model was trained, at the newest evaluations, in order."""
     after: str | None = None

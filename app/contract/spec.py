@@ -173,7 +173,8 @@ class MemoryLimits(Frozen):
 
 
 class Spec(Frozen):
-    """Everything that the trained weights depend on, with every default filled in."""
+    """Everything that the trained weights depend on, with every default filled in that does not depend on the
+    device; the plan has the rest."""
 
     model: ModelReference
     data: DataSpec

@@ -10,7 +10,7 @@ from typing import Any
 _UNSTORABLE = re.compile("[\x00\ud800-\udfff]")
 
 MOST_FIELDS = 500
-"""Keys of one object in a request; no schema has half as many."""
+"""The most keys of one object in a request; no schema has half as many."""
 
 MAX_DEPTH = 32
 

@@ -19,7 +19,8 @@ def parse_labels(text: str) -> dict[str, str]:
     """The labels of a text such as `zone=a,gpu_type=H100`.
 
     Raises:
-        ValueError: a part is not of the form name=value, or a name occurs twice.
+        ValueError: a part is not of the form name=value with allowed characters, a name occurs twice, or
+            there are more than 16 labels.
     """
     parts = [part.partition("=") for part in text.split(",") if part.strip()]
     found = {name.strip(): value.strip() for name, _, value in parts}

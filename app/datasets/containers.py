@@ -1,4 +1,5 @@
-"""The kinds of files that samples come in, and how each is read row by row in bounded memory."""
+"""The kinds of files that samples come in, and how each is read row by row, in bounded memory except for a
+JSON file that is one object."""
 
 import codecs
 import csv
@@ -60,7 +61,9 @@ def container_of(name: str, head: bytes) -> Container:
     if suffix == ".parquet":
         raise BadFile("This is not a Parquet file, although its name ends in .parquet.")
     if suffix in _UNREADABLE:
-        raise BadFile(f"Files whose names end in {suffix} cannot be read: save it as {_UNREADABLE[suffix]}.")
+        raise BadFile(
+            f"Files whose names end in {suffix} cannot be read: save the file as {_UNREADABLE[suffix]}."
+        )
     if suffix in (".csv", ".tsv"):
         return "csv"
     if suffix in (".txt", ".md"):
@@ -86,11 +89,12 @@ def read_rows(
     """The rows of a file; a text file has rows with the one key `text`.
 
     Args:
-        longest: the most bytes of a row. Longer documents of a text file are divided, at the end of a line if
+        longest: about the most bytes of a row (of CSV: of a cell; Parquet files have no limit). Documents of
+            a text file with more than a quarter as many characters are divided, at the end of a line if
             possible.
 
     Raises:
-        BadFile: the file cannot be read; the message gives the row's number.
+        BadFile: the file cannot be read; where rows are numbered, the message gives the row's number.
     """
     match container:
         case "jsonl":

@@ -137,7 +137,8 @@ def _line(row: Any, how: ReadOptions, where: str) -> bytes:
 
 
 def _as_text(value: Any) -> str | None:
-    """A value that JSON does not have. Bytes are text, or else nothing that can be trained on."""
+    """Converts a value that JSON cannot represent: UTF-8 bytes to text, other bytes to null, anything else to
+    its string form."""
     if isinstance(value, bytes):
         with contextlib.suppress(UnicodeDecodeError):
             return value.decode()

@@ -69,7 +69,8 @@ async def upload(
 ) -> FileObject | Response:
     """JSON lines, JSON, CSV, Parquet or plain text, with chats, prompts with completions, texts, pairs of
     answers, labelled answers, or labelled texts; also in Alpaca's and ShareGPT's shapes. Every sample is
-    checked. JSON lines are stored as they are, all other kinds as JSON lines."""
+    checked. JSON lines are stored as they are; other kinds of files, and files whose columns are assigned,
+    are stored as JSON lines."""
     name = (file.filename or "upload.jsonl")[-200:]
     if not is_storable(name):
         raise Unprocessable("The file's name has a NUL character or a lone surrogate.", field="file")
@@ -144,7 +145,7 @@ FileLimit = Annotated[int, Query(ge=1, le=10_000, description="Maximum number of
 """As many as OpenAI's interface allows."""
 
 _MOST_RESULTS = 100
-"""Their sizes are counted one by one."""
+"""The maximum number of result files in a list: the size of each is counted separately."""
 
 _MOST_AT_ONCE = 1000
 _MANY = 100

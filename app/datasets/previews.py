@@ -24,15 +24,15 @@ _CLAIM_SECONDS = 45.0
 """Seconds after which a claimed request without an answer is free again: more than a preview may take."""
 
 _EXPIRY_SECONDS = 600.0
-"""Requests older than this many seconds are deleted: the service that made them has stopped."""
+"""Requests older than this many seconds are deleted: no service waits for them any more."""
 
 
 async def ask(database: Database, order: PreviewSpec, seconds: float, gone: Gone = never) -> DatasetPreview:
     """Requests a preview, and waits for it without holding a thread.
 
     Raises:
-        Unprocessable: neither the worker nor a trainer can read the data with this model; the message says
-            why.
+        Unprocessable: the data cannot be read with this model, by the worker that previews it or by a
+            trainer; the message says why.
         Conflict: no worker is running.
         Unavailable: no worker made the preview in time.
     """

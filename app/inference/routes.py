@@ -126,7 +126,7 @@ def _model(name: str, database: Database, settings: Settings) -> ModelReference:
     """The model of a name.
 
     Raises:
-        UnknownModel: there is none, also if no model here could have this name.
+        UnknownModel: no model has this name, or the name is not well formed.
     """
     try:
         _NAMES.validate_python(name)
@@ -207,7 +207,7 @@ async def _next(parts: AsyncIterator[AnswerPart | None], request: Request) -> An
     """The next part of an answer.
 
     Raises:
-        AccrueError: there is none, as the worker says, or since the client has left.
+        AccrueError: the worker reported an error, or the client has left.
     """
     while (part := await anext(parts)) is None:
         if await request.is_disconnected():

@@ -292,7 +292,8 @@ def fail(session: Session, fence: Fence, failure: Failure) -> None:
 
 
 def crash(session: Session, fence: Fence, failure: Failure) -> None:
-    """Requeues a job whose trainer crashed, or ends it as failed after `MAX_FAILURES` crashes in a row."""
+    """Requeues a job whose trainer crashed, or ends it as failed after `MAX_FAILURES` crashes without a
+    new checkpoint."""
     failures = session.scalar(select(Job.failures).where(held_by(fence)))
     if failures is None:
         raise LostJob(fence.job_id)

@@ -116,10 +116,12 @@ class DistributedConfig(Request):
         """What the plan says if the strategy is carried out under another name."""
         if self.strategy == "dataparallel":
             return "dataparallel is treated as ddp, which gives the same results faster"
+        if self.strategy == "deepspeed" and self.carried_out_as == "ddp":
+            return "deepspeed with zero_stage 0 is treated as ddp, since stage 0 shards nothing"
         if self.strategy == "deepspeed":
             return (
                 f"deepspeed is carried out by PyTorch's FSDP2, which shards the same state (ZeRO stage "
-                f"{self.stage or 0}); the gradient stays that of one device"
+                f"{self.stage}); the gradient stays that of one device"
             )
         return None
 
@@ -146,7 +148,8 @@ class JobOptions(AccumulationConfig):
         None,
         description="Number of devices; they must belong to one worker. auto: on CPUs, the fewest on "
         "which the job fits; on GPUs, one for each full micro-batch of a step, but at most as many as "
-        "a single worker has. null: 1",
+        "a single worker has. null: as gpu_ids, accumulation_steps_by_device or use_multi_gpu say, else "
+        "that of the stored configuration, else 1",
     )
     gpu_ids: list[Annotated[int, Field(ge=0, le=MAX_GPU_ID)]] | None = Field(
         None,
@@ -180,7 +183,8 @@ class JobOptions(AccumulationConfig):
     requirements: Labels = Field(
         default_factory=dict,
         description="Labels that the job's worker must have, such as zone: a (ACCRUE_WORKER_LABELS); every "
-        "worker has hostname, and gpu_type, the name of its GPUs",
+        "worker has hostname; and gpu_type, the name of its GPUs or cpu, unless its GPUs are of several "
+        "types",
     )
     executor: Literal["local"] = Field(
         "local", description="What runs the job: local, a worker of this service; there is no other so far"

@@ -47,7 +47,7 @@ def take(settings: Settings, folder: Path, *, runs: bool) -> BackupSummary:
     """Writes a backup; the folder appears only when it is complete.
 
     Raises:
-        InvalidRequest: the database is not an SQLite file, or the folder already exists.
+        InvalidRequest: the database is not an SQLite file, it does not exist, or the folder already exists.
     """
     source = _sqlite_file(settings)
     if not source.exists():
@@ -215,7 +215,7 @@ def _copy_files(named: Mapping[str, str], source: Path, target: Path) -> int:
 
 
 def _size(folder: Path) -> int:
-    """Bytes on disk; a file with several hard links counts once."""
+    """The total size of its files in bytes; a file with several hard links counts once."""
     files = [path.stat() for path in folder.rglob("*") if path.is_file()]
     return sum({each.st_ino: each.st_size for each in files}.values())
 

@@ -79,7 +79,8 @@ def clean(database: Database, settings: Settings) -> int:
     """Removes files and run directories that a killed service left unfinished. Returns how many.
 
     Only those that are marked as unfinished (`storage/pending.py`) and named by no row are removed: other
-    files without a row may belong to another database. No upload may be running.
+    files without a row may belong to another database. Temporary files of uploads are removed as well, and
+    are not counted. No upload may be running.
     """
     removed = 0
     for folder, table in ((settings.files_dir, File), (settings.runs_dir, Job)):

@@ -14,7 +14,9 @@ from typing import Literal
 from sqlalchemy import func, make_url, select, text
 from sqlalchemy.exc import SQLAlchemyError
 
+from app.contract.architecture import BUILT_IN_MODEL
 from app.devices import gpus
+from app.models import base_models
 from app.planning.devices import GIB
 from app.settings import Settings
 from app.storage.database import Database, database_now
@@ -210,8 +212,8 @@ def _models(settings: Settings) -> Finding:
         )
     if not folder.is_dir():
         return Finding("models", "error", f"ACCRUE_MODELS_DIR: {folder} is not a folder")
-    found = [each for each in sorted(folder.iterdir()) if (each / "config.json").exists()]
-    without = [each.name for each in found if not any(each.glob("*.safetensors"))]
+    found = [name for name in base_models.local_names(settings) if name != BUILT_IN_MODEL]
+    without = [name for name in found if not any((folder / name).glob("*.safetensors"))]
     if without:
         return Finding("models", "warning", f"no safetensors in {', '.join(without[:5])}: they can be "
                        "planned for, not trained")  # fmt: skip

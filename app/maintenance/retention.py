@@ -32,7 +32,8 @@ def delete_job(database: Database, settings: Settings, job_id: str) -> None:
     """Deletes an ended job, its run directory and the file made from its inline texts.
 
     Raises:
-        NotFound, Conflict: no such job, or it has not ended.
+        NotFound: there is no such job.
+        Conflict: it has not ended, or a job that has not ended starts from its model.
     """
     with database.writing() as session:
         job_id, file_id = lifecycle.remove(session, job_id)

@@ -90,8 +90,9 @@ def note_run(session: Session, subject: Subject) -> None:
 
 
 def record_tuning(session: Session, subject: Subject, tuning: Tuning) -> None:
-    """Stores what a tuning run measured for each size, or what was tried while training, which replaces what
-    the job tried before."""
+    """Stores what a tuning run measured of its sizes, or what was tried while training, which replaces what
+    this attempt had stored of sizes without measured memory. Such sizes are left out if they are smaller than
+    the chosen one."""
     earlier = delete(Measurement).where(
         Measurement.job_id == subject.job.id,
         Measurement.attempt == subject.job.attempt,
@@ -101,7 +102,7 @@ def record_tuning(session: Session, subject: Subject, tuning: Tuning) -> None:
     session.execute(earlier)
     for each in tuning.tried:
         if each.peak_bytes is None and each.token_budget < tuning.token_budget:
-            continue  # otherwise plans would take it if it is hardly slower, and shrink from job to job
+            continue  # plans would choose it where it is hardly slower: micro-batches would shrink job by job
         # Without its memory, a size stands for a budget, which a single long sample may exceed.
         tokens = each.token_budget if each.peak_bytes is None else each.largest_tokens
         _keep(

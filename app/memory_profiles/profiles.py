@@ -44,7 +44,7 @@ _FORGOTTEN_AFTER = 24 * 3600.0
 """Seconds after which requests are deleted: no client waits any more, and failed ones may be retried."""
 
 _MOST_REQUESTS = 100
-"""The maximum number of requests of one key; older ones are forgotten."""
+"""The maximum number of requests of one API key; older ones are forgotten."""
 
 _MOST_PROFILES = 10_000
 """The maximum number of stored profiles; older ones are forgotten."""
@@ -65,14 +65,10 @@ class ProfileKey:
         return key_of(self.architecture, self.recipe, self.sequence)
 
 
-_LATER_OPTIONS = ("optimizer_on_cpu", "parts", "zero_stage", "direct_sums", "compile")
-"""Fields that recipes did not have at first: without them, if they have their defaults, older keys remain."""
-
-
 def key_of(architecture: Architecture, recipe: Recipe, sequence: int) -> str:
     """The key that a profile is stored under: a digest of the architecture, the recipe, the sequence length,
     and the versions of torch and of the profiler."""
-    # Left out, which keeps older keys.
+    # Recipes did not have these fields at first: left out at their defaults, older keys stay valid.
     defaults = {
         "optimizer_on_cpu": False,
         "parts": 1,

@@ -38,7 +38,7 @@ class PlannableModel:
 
 
 def find_for_training(name: str, settings: Settings) -> tuple[ModelReference, PlannableModel]:
-    """A model whose weights are available.
+    """A base model to train. Its config.json is read here; the trainer downloads weights from the hub.
 
     Raises:
         Unprocessable: the model is unknown or not reachable, or its architecture is not supported.

@@ -34,7 +34,7 @@ def _one_of_few() -> Iterator[None]:
     """Waits for one of the few slots for look-ups, of which each key gets at most two.
 
     Raises:
-        TooManyRequests: it takes too long.
+        TooManyRequests: the key has two look-ups already, or no slot became free in time.
     """
     key = CALLER_KEY.get()
 
@@ -107,6 +107,8 @@ def fetch(name: str, settings: Settings) -> FoundConfig:
 
     Raises:
         NotOnHub: the hub cannot be reached, or does not provide it; the message says why and what to do.
+        NotReadable: the model's conditions were not accepted.
+        Unprocessable: there is no such revision or no config.json, or the hub rejects this machine's token.
         TooManyRequests: many look-ups are running.
     """
     if settings.offline:

@@ -19,7 +19,8 @@ ModelPath = Annotated[str, Path(max_length=400, description="A name, as GET /v1/
 
 @router.get("", summary="Base and trained models")
 async def list_models(slowly: Slowly, database: CurrentDatabase, settings: CurrentSettings) -> ModelList:
-    """Lists trained models, newest first, then the base models that need no download."""
+    """Lists trained models, newest first (at most 1,000), then the built-in model and those of the models
+    folder."""
     return await slowly(lambda: _all(database, settings))
 
 

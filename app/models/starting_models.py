@@ -37,13 +37,13 @@ def is_trained(name: str) -> bool:
 def find_for_training(
     name: str, database: Database, settings: Settings
 ) -> tuple[ModelReference, PlannableModel]:
-    """A model whose weights are available.
+    """A model to train: a base model, or one that was trained here.
 
     Args:
         database: as the caller sees it; another key's jobs are not found.
 
     Raises:
-        Unprocessable: there is no such model; the message says which exist.
+        Unprocessable: there is no such model, or it cannot be trained; the message says what to do.
     """
     if not is_trained(name):
         return base_models.find_for_training(name, settings)

@@ -83,7 +83,7 @@ def remove(database: Database, settings: Settings, name: str) -> None:
 
     Raises:
         NotFound: no trained model has that name.
-        Conflict: it is the name of a base model, or a job that has not ended starts from it.
+        Conflict: it is no name of a trained model, or a job that has not ended starts from it.
     """
     if not name.startswith("ft:"):
         raise Conflict(f"{name} is not a trained model: only trained models can be deleted.")

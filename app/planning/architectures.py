@@ -126,7 +126,7 @@ _IGNORED_FIELDS = (
 
 
 def fingerprint_of(config: Mapping[str, Any]) -> str:
-    """A short digest of what a config.json says of the model's shape."""
+    """A short digest of a config.json without the fields that affect neither shapes nor memory."""
     relevant = {name: value for name, value in config.items() if name not in _IGNORED_FIELDS}
     return hashlib.sha256(json.dumps(relevant, sort_keys=True, default=str).encode()).hexdigest()[:16]
 

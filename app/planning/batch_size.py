@@ -135,8 +135,8 @@ async def configure_tool(
     """Another tool's configuration for what the calculator plans.
 
     Raises:
-        Unprocessable: not even one sample fits, the batch cannot be split evenly, or the tool cannot train
-            this.
+        Unprocessable: not even one sample fits, the batch cannot be split evenly, the model was trained here,
+            or the tool cannot train this.
     """
     assert requested.target_effective_batch_size is not None
     if starting_models.is_trained(requested.model_name or ""):

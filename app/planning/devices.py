@@ -19,7 +19,7 @@ MAX_DEVICES = 1024
 """The largest number of devices that a job may request."""
 
 MAX_GPU_ID = 62
-"""The largest number of a GPU that a job may name, so that a set of GPUs fits into 63 bits."""
+"""The highest number of a GPU that a job may name, so that a set of GPUs fits into 63 bits."""
 
 MAX_DEVICE_LENGTH = 60
 """The most characters of a declared device: the time to parse them grows quadratically."""

@@ -159,7 +159,7 @@ def fitted(device: Device, precision: str, done: Sequence[MeasuredWork], work: W
 _DEVIATIONS = 1.64
 """Standard deviations on each side that contain nine of ten values."""
 _SPREAD_OF_ONE = 0.25
-"""The spread of a rate that one other job has measured."""
+"""The spread that is assumed before any job has shown it; it counts as much as one job."""
 _LEAST_SPREAD = 0.06
 _SPREAD_OF_GUESS = 0.7
 _HELD = 0.05
@@ -190,7 +190,8 @@ def _guessed(device: Device, precision: str) -> Rates | None:
         per_operation = 1 / _CPU_OPERATIONS_PER_SECOND
         return Rates(_CPU_SECONDS_PER_PASS, per_operation, _CPU_SECONDS_PER_UPDATE, _SPREAD_OF_GUESS)
     name = device.name.upper().replace(" ", "").replace("-", "")
-    peak = next((value for key, value in _PEAK_TERAFLOPS.items() if key in name), None)
+    known = [key for key in _PEAK_TERAFLOPS if key in name]
+    peak = _PEAK_TERAFLOPS[max(known, key=len)] if known else None  # "A4000" also contains "A40"
     if peak is None:
         return None
     per_second = peak * 1e12 * _OF_PEAK.get(precision, 0.125) * _REACHED

@@ -272,7 +272,8 @@ def comparable_estimates(
 def largest_micro_batch(estimate: Estimate, budget_bytes: int, *, accumulating: bool = True) -> int:
     """The most rows whose predicted process memory is within the budget; 0 if not even one row fits.
 
-    Memory is piecewise linear in the rows: the cost of the next row shows where a piece reaches the budget.
+    Memory is piecewise linear in the rows, or convex if rows are packed. The cost of the next row shows where
+    a straight line would reach the budget, and bisection corrects that.
     """
 
     def peak(rows: int) -> int:

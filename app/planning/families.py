@@ -58,7 +58,7 @@ OWN_LOGITS = frozenset(
     """.split()  # noqa: SIM905
 )
 """Families whose logits are not simply those of their output head, so that training computes all logits at
-once (head_check.check_head finds out; `make families` compares this list with what it found)."""
+once (head_check.check_head finds out; `make accuracy` compares this list with what it found)."""
 
 _CAUSAL_CLASSES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 

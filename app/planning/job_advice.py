@@ -1,5 +1,7 @@
 """Collects a job's measurements, and passes them to advice.py."""
 
+import socket
+
 from app.contract.plan import Plan, TokenBudget
 from app.contract.spec import Spec
 from app.devices import gpus
@@ -8,7 +10,7 @@ from app.planning.devices import GIB
 from app.planning.recommendation_inputs import samples_known
 from app.statistics import performance
 from app.storage.session import Session
-from app.storage.tables import Job
+from app.storage.tables import Job, Worker
 
 
 def advice_for(session: Session, job: Job) -> list[str]:
@@ -35,13 +37,16 @@ def advice_for(session: Session, job: Job) -> list[str]:
             clipping=spec.gradient_clipping,
             effective_batch=spec.effective_batch_size,
             samples=samples_known(spec),
-            load=_load(job),
+            load=_load(session, job),
         )
     )
     return advice or ["Nothing stands out in this job's measurements."]
 
 
-def _load(job: Job) -> float | None:
-    """The utilisation of the first GPU that a job runs on; None if that GPU is not in this machine."""
-    own = gpus.ids_of(job.device) if job.status == "running" else []
+def _load(session: Session, job: Job) -> float | None:
+    """The utilisation of the first GPU that a running job uses; None if that GPU is not in this machine."""
+    worker = session.get(Worker, job.worker_id) if job.status == "running" else None
+    if worker is None or worker.hostname != socket.gethostname():
+        return None
+    own = gpus.ids_of(job.device)
     return next((gpu.load for gpu in gpus.detected() if gpu.id in own), None)

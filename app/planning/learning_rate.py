@@ -41,7 +41,8 @@ DEFAULT_LEARNING_RATE = 5e-5
 
 
 LORA_LEARNING_RATE = 2e-4
-"""The default for adapters, which start at zero and need more (Hu et al. 2021; Dettmers et al. 2023)."""
+"""The default for adapters, which start at zero and need a higher rate (Hu et al. 2021; Dettmers et al.
+2023)."""
 
 
 PREFERENCE_LEARNING_RATE = 1e-6

@@ -170,7 +170,7 @@ def _leaner(solution: Solution, known: PlannerEvidence) -> tuple[Alternative, ..
 
 
 def samples_of_one_pass(spec: Spec) -> int:
-    """The samples of one epoch: of all, or of the largest part if replicas are independent."""
+    """The samples of one epoch; with independent replicas, those of the largest shard."""
     samples = spec.data.examples - spec.data.held_out()
     return ceil(samples / spec.split.devices) if spec.strategy == "independent" else samples
 
@@ -187,16 +187,21 @@ def samples_of(spec: Spec, steps_total: int | None) -> int | None:
 
 def _warnings(spec: Spec, solution: Solution, steps_total: int | None) -> tuple[str, ...]:
     warnings = [] if solution.adjusted is None else [solution.adjusted]
-    tight = [str(rank.device.id) for rank in solution.ranks if not rank.capacity.largest]
+    tight = [
+        str(rank.device.id)
+        for rank in solution.ranks
+        if not rank.capacity.largest_in(len(rank.micro_batches))
+    ]
     if tight:
         warnings.append(
             f"not even one sample of {solution.question.sample_tokens} tokens fits on device "
             f"{', '.join(tight)}: lower max_length, turn gradient_checkpointing on, or use a device "
             "with more memory"
         )
-    if spec.data.overlength != "split" and spec.data.examples < spec.effective_batch_size:
+    samples = samples_of_one_pass(spec)
+    if spec.data.overlength != "split" and samples < spec.effective_batch_size:
         warnings.append(
-            f"there are only {spec.data.examples} samples, fewer than the effective batch of "
+            f"there are only {samples} samples to train on, fewer than the effective batch of "
             f"{spec.effective_batch_size}: each epoch is one step over all of them"
         )
     warmup = spec.schedule.warmup_steps

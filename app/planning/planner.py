@@ -310,7 +310,8 @@ def _split(
 def _planned(
     question: Question, capacities: list[Capacity]
 ) -> tuple[list[MicroBatchRule], list[MicroBatches]]:
-    """One micro-batch per device if the batch fits only without accumulation; otherwise token budgets."""
+    """One micro-batch per device if the whole batch fits at once, but only in a window that does not
+    accumulate; otherwise token budgets."""
     useful = [capacity.useful for capacity in capacities]
     alone = [capacity.useful_alone for capacity in capacities]
     batch = question.effective_batch or _default_batch(sum(useful), 1)
@@ -325,8 +326,8 @@ def _planned(
 
 
 _LEAST_BUDGET = 4096
-"""A token budget is not limited to a whole batch below this: it also tells what a micro-batch is assumed to
-cost besides its tokens."""
+"""A token budget is not limited to a whole batch below this, since the trainer also derives the fixed cost of
+a micro-batch from it (`batches.fixed_cost`)."""
 
 
 def _default_batch(micro_batch: int, devices: int) -> int:

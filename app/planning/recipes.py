@@ -13,8 +13,9 @@ _WITHOUT_BF16 = re.compile(
     r"|\b(GTX|TITAN|GEFORCE MX)\b|\bRTX ?20[5-8]0\b|\bQUADRO\b|\b[PK]\d{3,4}\b"
     r"|\bRTX [345678]000\b(?!.*\bADA\b)"
 )
-"""Names of GPUs older than Ampere (compute capability 8.0), which have no bf16: Pascal, Volta and Turing in
-CUDA's list of GPUs by compute capability. Used for declared GPUs: a detected one reports its capability."""
+"""Names of GPUs older than Ampere (compute capability 8.0), which have no bf16: Kepler, Maxwell, Pascal,
+Volta and Turing in CUDA's list of GPUs by compute capability. Used for declared GPUs: a detected one reports
+its capability."""
 
 _FIRST_WITH_BF16 = 8.0
 

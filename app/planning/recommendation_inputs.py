@@ -79,8 +79,8 @@ def submission(recommended: dict[str, Recommendation], method: str, devices: int
 
 
 def samples_known(spec: Spec) -> int | None:
-    """The number of training samples; None if it depends on the tokenizer."""
-    return spec.data.examples if spec.data.overlength != "split" else None
+    """The number of training samples, without those held out; None if it depends on the tokenizer."""
+    return None if spec.data.overlength == "split" else spec.data.examples - spec.data.held_out()
 
 
 def noise_of(job: Job) -> MeasuredNoise | None:

@@ -175,12 +175,13 @@ def _batch(situation: Situation, batch: int, wanted: int) -> Recommendation:
     if situation.noise is not None and _is_usable(situation.noise):
         return _measured_batch(situation.noise, batch)
     if situation.samples is not None:
-        usual = [max(1.0, situation.samples * share) for share in (_LEAST_SHARE_OF_DATA, _SHARE_OF_DATA)]
+        shares = (_LEAST_SHARE_OF_DATA, _SHARE_OF_DATA)
+        usual = [max(1.0, min(situation.samples * share, _MOST_BY_SHARE)) for share in shares]
         return _literature(
             batch,
             f"rule of thumb: 0.1 to 1 % of the {situation.samples} samples, but at least "
-            f"{_FINE_TUNING_BATCH} if there are that many. For a measured value, run a job and request "
-            "recommendations with its training_id",
+            f"{_FINE_TUNING_BATCH} if there are that many, and at most {_MOST_BY_SHARE}. For a measured "
+            "value, run a job and request recommendations with its training_id",
             "low",
         ).model_copy(update={"range": [usual[0], max(usual[1], float(batch))]})
     return _literature(

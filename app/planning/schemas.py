@@ -168,7 +168,8 @@ class BatchSizeResponse(ResponseModel):
     )
     predicted_samples_per_second: float | None = Field(
         None,
-        description="Full-length samples, forward and backward; null: not measured on this kind of device",
+        description="Full-length samples, forward and backward; null: no similar size was measured on this "
+        "kind of device",
     )
     alternatives: list[Alternative]
     explanation: str

@@ -122,7 +122,7 @@ class MicroBatches:
         return [self.smallest + (number < larger) for number in range(listed)]
 
     def chosen(self, places: slice) -> "MicroBatches":
-        """Those at some of the places.
+        """The micro-batches at these positions.
 
         >>> MicroBatches(30, 4).chosen(slice(1, None, 2)).sizes()
         [8, 7]

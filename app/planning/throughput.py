@@ -10,7 +10,8 @@ from app.planning.interpolation import interpolated
 
 CPU_TOKENS = 512
 """Beyond about this many tokens, a CPU's throughput no longer grows with the micro-batch (CONTRIBUTING.md).
-Used for a model unless two or more sizes were measured on the CPU."""
+Used for a model unless a tuning run has found the size beyond which throughput does not grow; narrow models
+take more (`cpu_tokens`)."""
 
 _WIDE_ENOUGH = 128
 _MOST_CPU_TOKENS = 2048

@@ -36,8 +36,8 @@ async def metrics(
     ] = None,
     format: Annotated[Literal["json", "csv"], Query()] = "json",
 ) -> Response:
-    """One point per step or, with `points`, evenly spread points including the first and last. Also
-    all evaluations."""
+    """One point per step or, with `points`, evenly spread points including the first and last. JSON also
+    lists the evaluations from `from_step` on; CSV has them as columns of the steps that it lists."""
 
     def read() -> tuple[list[dict[str, Any]] | None, int, dict[int, Evaluation]]:
         with database.connecting() as connection:

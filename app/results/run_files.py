@@ -112,7 +112,7 @@ def model_files(
 def open_files(
     settings: Settings, folder: Sequence[str], named: Collection[str]
 ) -> dict[str, BinaryIO] | None:
-    """As `model_files`, of any folder among the run directories.
+    """Like `model_files`, for any folder below the run directories.
 
     Args:
         folder: its path, part by part.

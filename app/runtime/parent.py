@@ -15,10 +15,11 @@ _PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent() -> None:
-    """Sends SIGTERM to this process when its parent ends; does nothing if it was started by hand.
+    """Sends SIGTERM to this process when its parent ends, if that is `accrue up`, and when its terminal is
+    closed (SIGHUP), unless it was started with nohup.
 
-    The pipe's end of file triggers the signal on every system; on Linux, the kernel also sends it at once.
-    Closing the terminal (SIGHUP) has the same effect, unless the process was started with nohup.
+    On every system, the pipe's end of file shows that the parent has ended; on Linux, the kernel sends the
+    signal as well, at once.
     """
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         signal.signal(signal.SIGHUP, lambda *_: os.kill(os.getpid(), signal.SIGTERM))

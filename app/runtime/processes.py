@@ -23,7 +23,8 @@ _END_SECONDS = 45.0
 """How long service and worker may take to end; longer than a small trainer's grace for its checkpoint."""
 
 _WORKER_SECONDS = 24 * 3600.0
-"""How long `accrue up` waits for a worker, which kills trainers that take too long for their checkpoints."""
+"""How long `accrue up` waits for the worker to end; the worker itself kills trainers that take too long to
+write their checkpoints."""
 
 _NOTICE_SECONDS = 5.0
 """After this time, `accrue up` says what it waits for."""
@@ -83,14 +84,14 @@ def start(
 
 def end(
     processes: Mapping[subprocess.Popen[bytes], float] | Sequence[subprocess.Popen[bytes]],
-    hurries: Callable[[], int] = lambda: 0,
+    further_signals: Callable[[], int] = lambda: 0,
 ) -> None:
     """Sends SIGTERM to each process, and SIGKILL to those that still run after a while.
 
     Args:
         processes: those to end, perhaps with the seconds that each may take.
-        hurries: how often a hurry was requested so far. At the first time, processes get another SIGTERM,
-            which makes a worker kill its trainers; at the second time, SIGKILL.
+        further_signals: how many further signals have arrived so far. After the first, processes get another
+            SIGTERM, which makes a worker kill its trainers; after the second, SIGKILL.
     """
     limits = processes if isinstance(processes, Mapping) else dict.fromkeys(processes, _END_SECONDS)
     began = signalled_at = time.monotonic()
@@ -99,9 +100,9 @@ def end(
     while any(process.poll() is None for process in limits):
         now = time.monotonic()
         for process, seconds in limits.items():
-            if now - began > seconds or hurries() > 1:
+            if now - began > seconds or further_signals() > 1:
                 process.kill()
-        if hurries() and not is_hurried and now - signalled_at > _SEPARATE_SECONDS:
+        if further_signals() and not is_hurried and now - signalled_at > _SEPARATE_SECONDS:
             is_hurried = True
             _terminate(limits)
         if now - began > _NOTICE_SECONDS and not is_noticed and max(limits.values()) > _END_SECONDS:
@@ -148,7 +149,7 @@ def up() -> int:
         requested = min(len(signals), 1)
         end(
             {parts["service"]: _END_SECONDS, parts["worker"]: _WORKER_SECONDS},
-            hurries=lambda: len(signals) - requested,
+            further_signals=lambda: len(signals) - requested,
         )
     for name, status in ended.items():
         how = signal.Signals(-status).name if status < 0 else f"status {status}"

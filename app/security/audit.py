@@ -104,7 +104,7 @@ class AuditLog:
         return self._refused[key_id] <= MAX_REFUSED_PER_MINUTE
 
     def close(self) -> None:
-        """Returns once all records are written."""
+        """Returns once all records are written, or after ten seconds."""
         self._waiting.put(None)
         self._thread.join(10)
 

@@ -94,7 +94,7 @@ def revoke(session: Session, key_id: str) -> Key:
 
 
 def any_made(session: Session) -> bool:
-    """Whether a key was ever created: from then on every request needs one."""
+    """Whether a key was ever created: from then on, every request but the health checks needs one."""
     return session.scalar(select(Key.id).limit(1)) is not None
 
 

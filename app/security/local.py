@@ -34,7 +34,7 @@ def refusal(headers: Headers, allowed_origins: Collection[str] = (), *, is_page:
     """The reason why a request is not from this machine's own user, or None if it is.
 
     A foreign Host header means DNS rebinding: another name was made to resolve to this machine. A foreign
-    Origin, or a Sec-Fetch-Site header other than same-origin, means a page of another site or port.
+    Origin, or a Sec-Fetch-Site header other than same-origin or none, means a page of another site or port.
 
     Args:
         is_page: the request is for one of the service's own pages, which a link elsewhere may lead to.

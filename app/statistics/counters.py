@@ -27,8 +27,8 @@ def count(session: Session) -> dict[tuple[Name, str], float]:
 
 
 def add_to_stored(session: Session, job_id: str, *names: Name) -> None:
-    """Adds a job's share to the stored counters, before the job no longer shows it: all of it, or that of the
-    counters named."""
+    """Adds a job's share to the stored counters, before the job is deleted or starts anew: all of it, or that
+    of the counters named."""
     for name, label, value in _of_jobs(session, Job.id == job_id):
         if names and name not in names:
             continue

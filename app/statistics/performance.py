@@ -149,8 +149,9 @@ _SAME_SIZE_RATIO = 0.8, 1.25
 
 
 def performances(session: Session, jobs: Sequence[Job]) -> list[JobPerformance]:
-    """Measures several jobs. Accumulation is compared with single micro-batches of the same size, in
-    the same job or in one that trained the same model in the same way on the same device."""
+    """The measured performance of jobs. Accumulation is compared with single micro-batches of the same size,
+    in the same job or in another of these jobs that trained the same model in the same way on the same
+    device."""
     single = [job for job in jobs if job.plan["accumulation_steps"] == 1]
     return [
         performance(session, job, [other.id for other in single if _trains_like(other, job)]) for job in jobs

@@ -74,7 +74,8 @@ class Database:
     def __init__(self, url: str, timeout_seconds: float = 30.0, idle_seconds: float = 60.0) -> None:
         """
         Args:
-            timeout_seconds: how long a statement waits for others before it gives up.
+            timeout_seconds: how long a statement waits for SQLite's write lock, or may take on PostgreSQL,
+                where it waits for a lock for at most five seconds.
             idle_seconds: how long PostgreSQL waits for the next statement of a transaction before it rolls
                 the transaction back, so that a suspended process does not keep its locks.
         """

@@ -56,7 +56,7 @@ class GroupCommit:
         self._thread.start()
 
     def close(self) -> None:
-        """Returns once everything has been written."""
+        """Returns once everything has been written, or after ten seconds."""
         self._waiting.put(None)
         self._thread.join(10)
 

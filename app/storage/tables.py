@@ -491,7 +491,8 @@ class Measurement(Base):
     attempt: Mapped[int] = mapped_column(primary_key=True)
     kind: Mapped[Literal["run", "sweep"]] = mapped_column(String, primary_key=True)
     tokens: Mapped[int] = mapped_column(primary_key=True)
-    """The tokens of the largest micro-batch, padding included."""
+    """The tokens of the largest micro-batch, padding included; of a size without measured memory, its
+    budget."""
     created_at: Mapped[float]
     key: Mapped[str]
     """The key of the profile that predicts it."""
@@ -512,4 +513,5 @@ class Measurement(Base):
     reserved_bytes: Mapped[int | None] = mapped_column(BigInteger)
     """The most that it held; null if it was not measured."""
     tokens_per_second: Mapped[float | None]
-    """Tokens without padding, per second of forward and backward passes."""
+    """Tokens without padding, per second of forward and backward passes and, in a run, of waiting for
+    data."""

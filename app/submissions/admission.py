@@ -1,4 +1,4 @@
-"""Admission: checks a request, fills in its defaults, plans it, and enforces its owner's limits."""
+"""Admission: checks a request, fills in its defaults, and plans it. (Limits of a key: key_limits.py.)"""
 
 import json
 from collections.abc import Callable, Sequence
@@ -49,8 +49,8 @@ class AdmittedRequest:
 
     submission: Submission
     own_data: DataFiles | list[dict[str, Any]] | None
-    """Samples that become a file together with the job: a dataset's path, or inline lines; None where the
-    request names a file."""
+    """Samples that become a file together with the job: a dataset's files, or inline lines; None where the
+    request names an uploaded file."""
     speed: Speed | None
     """The speed of an earlier job with the same model, on which the plan's duration is based."""
     tokens: int | None
@@ -85,7 +85,8 @@ def check(
         find: finds the model by its name; None: `starting_models.find_for_training`.
 
     Raises:
-        Unprocessable, NotFound: the request cannot be trained; the message names the field.
+        Unprocessable, NotFound, InvalidRequest: the request cannot be trained; the message names the field.
+        TooManyRequests: many models are being looked up on the hub.
     """
     if find is not None:
         model, base = find(requested.model_name)

@@ -1,4 +1,4 @@
-"""The operator's own metrics that a job asks for."""
+"""The operator's own metrics that a job requests."""
 
 from app.contract.metric_programs import metric_programs
 from app.errors import Unprocessable

@@ -45,7 +45,8 @@ def devices_of(
         stored: the number of devices of the stored configuration, or 1.
 
     Raises:
-        Unprocessable: no worker has a named GPU, or several machines have a GPU of that number.
+        Unprocessable: no worker has a named GPU, several machines have GPUs, or no single worker has all of
+            the named ones.
     """
     matching = inputs.devices_by_worker(requested.requirements)
     by_worker, warning = matching, None
@@ -75,7 +76,8 @@ def devices_of(
 
 
 def _like_those_of(devices: Sequence[Device], gpu_ids: Sequence[int]) -> list[Device]:
-    """GPUs of these numbers, planned like those of another worker as long as theirs does not run.
+    """GPUs with these numbers, planned as if they were like another worker's, while no worker with the
+    required labels runs.
 
     Raises:
         Unprocessable: that worker has no GPU.
@@ -97,7 +99,7 @@ def _named_gpus(
         by_worker: the devices of each worker that has the required labels.
 
     Raises:
-        Unprocessable: no worker has one of them, or several machines have a GPU of that number.
+        Unprocessable: no worker has one of them, several machines have GPUs, or no single worker has all.
     """
     assert requested.gpu_ids is not None
     machines = inputs.machines_with_gpus(requested.requirements)

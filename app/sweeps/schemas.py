@@ -19,7 +19,7 @@ MAX_JOBS = 100
 class SweepRequest(TrainingRequest):
     """A job, and the fields in which the sweep's jobs differ."""
 
-    name: SweepName | None = Field(None, description="Of the sweep; null: one is made up")
+    name: SweepName | None = Field(None, description="The sweep's name; null: generated")
     vary: dict[ShortText, Annotated[list[Any], Field(min_length=1, max_length=MAX_JOBS)]] = Field(
         min_length=1,
         max_length=6,

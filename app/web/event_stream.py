@@ -1,4 +1,4 @@
-"""Streams events as they happen: one database query serves all followers of jobs."""
+"""Streams events as they happen: one task reads new events from the database for all followers of jobs."""
 
 import asyncio
 import threading
@@ -70,9 +70,11 @@ class EventStream:
             if own < MAX_STREAMS_PER_KEY and len(self._followers) < MAX_STREAMS:
                 self._followers.add(follower)
                 return follower
+        open_now = (
+            f"{own} event streams of this key" if own >= MAX_STREAMS_PER_KEY else "Too many event streams"
+        )
         raise TooManyRequests(
-            f"{own} event streams of this key are open already: close some, or poll GET "
-            "…/training/{id}/events instead.",
+            f"{open_now} are open already: close some, or poll GET …/training/{{id}}/events instead.",
             retry_after_seconds=30,
         )
 

@@ -1,8 +1,9 @@
 """uvicorn's protocol, which also ends connections whose clients keep it waiting, or send too much at once.
 
-The service waits for a client that sends a request, or that reads a response. A request's head, the next
-request on a connection, and each 30 KiB of a response must come within a time limit. If there are as many
-connections as there may be, a new one takes the place of the one that has waited for its client longest.
+The service waits for a client that sends a request, or that reads a response. A request's head and the
+next request on a connection must come, and each 30 KiB of a response must be read, within a time limit. If
+there are as many connections as there may be, a new one takes the place of the one that has waited for its
+client longest.
 """
 
 import contextlib

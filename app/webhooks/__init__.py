@@ -1,1 +1,1 @@
-"""Notifies others by Standard Webhooks (standardwebhooks.com) that a job ended or was paused."""
+"""Sends Standard Webhooks (standardwebhooks.com) when a job ends or is paused."""

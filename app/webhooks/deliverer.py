@@ -1,4 +1,4 @@
-"""Delivers webhooks from six threads of the service, with retries for a day.
+"""Delivers webhooks from six threads of the service, with seven retries within a day.
 
 Several services over one database share the work: each claims a delivery for a minute.
 """

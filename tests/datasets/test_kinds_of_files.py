@@ -241,7 +241,7 @@ def test_a_long_document_is_divided_at_the_ends_of_lines(client: TestClient, set
         ("a.json", b'[{"text": "a"}, \xff]', "Not UTF-8 text after row"),
         ("a.parquet", b"PAR1" + b"x" * 200 + b"PAR1", "Not a valid Parquet file"),
         ("a.parquet", b"text", "not a Parquet file"),
-        ("a.xlsx", b"PK\x03\x04", "save it as CSV"),
+        ("a.xlsx", b"PK\x03\x04", "save the file as CSV"),
         ("a.txt", b"\n \n", "no sample"),
         ("a.txt", b"\xff\xfe\x00", "Not UTF-8 text"),
         ("a.jsonl", b'{"instruction": 1, "output": "a"}', "Line 1: instruction is not a string"),

@@ -236,5 +236,5 @@ def test_folders_of_killed_processes_are_removed(tmp_path: Path, monkeypatch: py
     )
     for folder in (left, own, other):
         folder.mkdir()
-    engine_folders.remove_left()
+    engine_folders.remove_abandoned()
     assert (left.exists(), own.exists(), other.exists()) == (False, True, True)

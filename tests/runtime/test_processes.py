@@ -41,7 +41,7 @@ def test_a_process_gets_one_signal_and_the_time_that_it_takes(stubborn: subproce
 
 @pytest.mark.parametrize("stubborn", [2], indirect=True)
 def test_a_hurried_end_sends_a_second_signal(stubborn: subprocess.Popen[bytes]) -> None:
-    processes.end([stubborn], hurries=lambda: 1)
+    processes.end([stubborn], further_signals=lambda: 1)
     assert stubborn.returncode == 0
 
 
@@ -53,7 +53,7 @@ def test_a_process_that_does_not_end_is_killed(stubborn: subprocess.Popen[bytes]
 
 @pytest.mark.parametrize("stubborn", [99], indirect=True)
 def test_a_second_hurry_kills_at_once(stubborn: subprocess.Popen[bytes]) -> None:
-    processes.end([stubborn], hurries=lambda: 2)
+    processes.end([stubborn], further_signals=lambda: 2)
     assert stubborn.returncode == -signal.SIGKILL
 
 

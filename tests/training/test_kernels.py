@@ -83,7 +83,7 @@ def test_kernels_that_keep_the_gradient_are_used(tmp_path: Path, monkeypatch: py
     [event] = events_of_kind(run, "kernels")
     assert event["data"]["used"]
     assert event["data"]["gradient_error"] < 1e-5
-    assert "fast-norms 1.0 are used" in event["message"]
+    assert "Fast-norms 1.0 is used" in event["message"]
     [banner] = [each["data"]["banner"] for each in events_of_kind(run, "training")]
     assert banner["kernels"] == "fast-norms 1.0"
     assert calls >= (1 + 4) * 5  # the five norms, in the comparison and in each step

@@ -46,7 +46,7 @@ _NICENESS = 5
 
 _CRASHED = (
     "the process that made the export ended: usually, the machine has too little memory for the model's "
-    "weights in fp32; look at the worker's log"
+    "weights in fp32"
 )
 
 

@@ -27,7 +27,8 @@ def convert(task: ExportTask, merged: Path, type_: ExportType, staged: Path) -> 
         with whose tokens those of the file agree.
 
     Raises:
-        NotExported: the converter is not installed, or fails.
+        NotExported: the converter is not installed, or fails; or its file cannot be read back, or has other
+            tokens or another chat template.
     """
     if task.converter is None:
         raise NotExported(

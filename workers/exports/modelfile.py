@@ -104,8 +104,8 @@ def _prompt_of(sample: Sample) -> list[dict[str, Any]]:
 
 
 def _found(renderer: Renderer) -> Affixes | None:
-    """The affixes as a conversation of three turns shows them, if a longer one and one without a system
-    message agree."""
+    """The affixes as conversations of one and of three turns show them, with those of a system message; None
+    if these do not agree."""
 
     def of(roles: tuple[str, ...]) -> str:
         turns = [{"role": role, "content": mark} for role, mark in zip(roles, _MARKS, strict=False)]
@@ -154,7 +154,7 @@ def _with_system(renderer: Renderer, affixes: Affixes, user: str) -> Affixes | N
     if _MARKS[3] not in text:
         return affixes
     if text.count(_MARKS[3]) != 1 or not text.startswith(affixes.begin) or not text.endswith(rest):
-        return None  # as if it takes the place of a system message that is there otherwise
+        return None  # for example, because it replaces a default system message
     before, after = text.removeprefix(affixes.begin).removesuffix(rest).split(_MARKS[3])
     return Affixes(affixes.begin, {**affixes.around, "system": (before, after)}, affixes.opening)
 

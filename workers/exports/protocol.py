@@ -18,7 +18,7 @@ class ExportTask(Frozen):
     data: str
     """The stored file with the samples to compare on."""
     folder: str
-    """The export's folder; it is empty."""
+    """The export's folder; it contains only `temporary`."""
     temporary: str
     hidden: str | None
     """The data folder, in which the child may see only what it needs; None for no isolation."""

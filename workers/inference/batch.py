@@ -1,7 +1,7 @@
 """Several choices computed together: each forward pass makes one token of every row.
 
 Rows join when their prompt has been read, and leave when they end; the others go on. A prompt is read alone,
-so that its padding depends on nothing else.
+without padding.
 """
 
 import inspect
@@ -71,8 +71,8 @@ class Batch:
         return max((row.longest for row in self.rows), default=0)
 
     def takes(self, choices: Sequence[Choice], tokens_at_most: int) -> bool:
-        """Whether choices should join: together they fit, and padding is at most about half
-        of them, plus an allowance."""
+        """Whether choices should join: the padded cache then has at most `tokens_at_most` tokens and, unless
+        the batch is empty, at most about half of it is padding, plus an allowance."""
         rows = [*self.rows, *choices]
         padded = len(rows) * max(row.longest for row in rows)
         is_even = padded <= 2 * sum(row.longest for row in rows) + _TOKENS_AT_ONCE

@@ -102,13 +102,13 @@ class Dispatcher:
         self._engines: dict[str, _Engine] = {}
         self._open: dict[str, _Open] = {}
         self._waiting: deque[_Open] = deque()
-        """Requests whose model cannot be loaded before another one has nothing to do."""
+        """Requests that were not passed to an engine yet."""
         self._alone: set[str] = set()
         """Fingerprints of adapters that cannot share their model."""
         self._spare: EngineProcess | None = None
         self._store_at = self._check_at = self._renew_at = 0.0
         self._used_at = time.monotonic()
-        engine_folders.remove_left()
+        engine_folders.remove_abandoned()
 
     @property
     def is_idle(self) -> bool:
@@ -405,8 +405,8 @@ class Dispatcher:
         self._interrupt(engine, _INTERRUPTED)
 
     def _interrupt(self, engine: _Engine, why: InferenceError) -> None:
-        """Ends an engine, and answers its requests again; those of which parts were already sent end with
-        the reason `why`."""
+        """Ends an engine, and answers its requests again; those of which parts were already made, and
+        those that were begun too often, end with the reason `why`."""
         interrupted = list(engine.requests.values())
         self._end(engine)
         for request in interrupted:

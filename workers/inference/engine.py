@@ -199,8 +199,8 @@ class Engine:
                 return
 
     def _bring_next_forward(self) -> None:
-        """Puts the choices whose turn it is first: those of the key, and then of the request, with the fewest
-        rows."""
+        """Moves the choices whose turn it is to the front of the queue: those of the key, and then of the
+        request, with the fewest rows."""
         by_key: Counter[str | None] = Counter()
         by_request: Counter[str] = Counter()
         for _, batch in self._batches:

@@ -32,7 +32,7 @@ from workers.training.limits import limit
 from workers.training.process_tree import run_sandboxed
 
 _SOCKET = 0
-"""The only descriptor that every process of the sandbox has."""
+"""Standard input. The sandbox's processes keep no other descriptor that could be used for it."""
 
 _KILL_FIRST = "600"
 """For /proc/self/oom_score_adj: if memory runs out, this process ends before a trainer does."""

@@ -16,7 +16,7 @@ from workers.slots import Slots
 from workers.training.host_memory import available_on_host
 
 _LOOKING_SECONDS = 0.03
-"""How long a worker usually needs at most to look for jobs; answers wait meanwhile."""
+"""The longest that a worker usually takes to look for jobs; answers wait meanwhile."""
 
 _FULL = 0.9
 """The share of a device's memory that a model may take."""
@@ -25,7 +25,7 @@ _ROOM = 1.15
 """A model's memory, in relation to that of its weights."""
 
 _BYTES_PER_PARAMETER = 2
-"""Of a model whose files are not on this machine yet."""
+"""Of a model whose files are not measured."""
 
 
 @dataclass
@@ -69,9 +69,12 @@ class Placement:
             DoesNotFit: no device has enough memory.
         """
         needed = _ROOM * weight_bytes(model, self.settings)
-        if self.settings.inference == "auto" and not (
-            self.settings.inference_yields and self.training_needs_gpus()
-        ):
+        without_gpu = "no free GPU that is large enough"
+        if self.settings.inference != "auto":
+            without_gpu = "answers on CPUs only (ACCRUE_INFERENCE)"
+        elif self.settings.inference_yields and self.training_needs_gpus():
+            without_gpu = "needs its GPUs for training"
+        else:
             for device in self.slots.usable():
                 if device.kind == "cuda" and needed <= _FULL * device.memory_bytes:
                     lock = self._lock_of(device)
@@ -81,7 +84,7 @@ class Placement:
         if needed > _FULL * free:
             raise DoesNotFit(
                 f"{model.name} needs about {needed / 2**30:.1f} GiB to answer, and this machine has "
-                f"{free / 2**30:.1f} GiB of free memory, and no free GPU that is large enough"
+                f"{free / 2**30:.1f} GiB of free memory, and {without_gpu}"
             )
         return Place(None)
 
@@ -95,7 +98,8 @@ class Placement:
 
 
 def weight_bytes(model: ModelReference, settings: Settings) -> int:
-    """The bytes of a model's weights: of its files or, before they are here, of its parameters."""
+    """The bytes of a model's weights: of its files or, if they are not in a folder of their own (those of the
+    hub), of its parameters."""
     try:
         folder = Path(base_models.path_of(model, settings))
         found = sum(path.stat().st_size for path in folder.glob("*.safetensors"))

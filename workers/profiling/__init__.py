@@ -1,3 +1,3 @@
-"""Memory profiles of training steps, simulated without the weights or measured for real; and previews of
+"""Memory profiles of training steps, simulated without the weights; and previews of
 data, made by the same process. What a job's `profile: true` writes with torch.profiler is in
 workers/training/torch_profile.py."""

@@ -36,8 +36,8 @@ def depth_for(layers: int, period: int) -> Depth:
 
 
 def period_of(config: dict[str, Any], sequence: int) -> int:
-    """The period at which the kinds of layers repeat after the first of them, or the number of layers if they
-    do not repeat.
+    """The period at which the kinds of layers repeat, at least after the first period, or the number of
+    layers if they do not repeat.
 
     >>> period_of({"model_type": "llama", "num_hidden_layers": 32}, 512)
     1

@@ -2,7 +2,7 @@
 
 A simulation then needs neither a GPU nor a CUDA build of torch, and gives the same result everywhere. On a
 GPU, autocast runs other operators in fp32 (PyTorch documentation, "CUDA Ops that can autocast to float32"),
-dropout keeps a mask of bytes, and attention does not materialise its matrix because of dropout.
+dropout keeps a mask of bytes, and dropout does not make attention materialise its matrix.
 """
 
 from typing import Any

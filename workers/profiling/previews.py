@@ -183,7 +183,9 @@ def _child_main(
         isolation.
     """
     die_with_parent()
-    os.closerange(3, resource.getrlimit(resource.RLIMIT_NOFILE)[0])  # else they keep the fork server alive
+    os.closerange(
+        3, resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    )  # open pipes would keep the fork server alive
     sys.stderr = open(os.devnull, "w")  # noqa: PTH123, SIM115  # what a tokenizer prints may be training text
     for number in (1, 2):
         os.dup2(sys.stderr.fileno(), number)

@@ -1,4 +1,4 @@
-"""Records a tape while a training step runs, under fake tensors or for real."""
+"""Records a tape while a training step runs under fake tensors."""
 
 import weakref
 from typing import Any, Self
@@ -25,8 +25,8 @@ class Recorder(TorchDispatchMode):
     """Records when each storage on a device is allocated and freed.
 
     It sees only what operators return; memory that an operator allocates and frees internally comes from
-    `kernels`. Reading the value of a fake tensor returns 1, or `boolean_value` for a boolean. All tensors are
-    on the CPU, whatever the target; tensors on other devices are ignored.
+    `kernels`. Reading the value of a fake tensor returns 1, or `boolean_value` for a boolean. The step's
+    tensors are on the CPU, whatever the target; others, such as those on `meta`, are ignored.
 
     Args:
         target: the kind of device whose kernels' workspaces are added.

@@ -33,7 +33,7 @@ from workers.run_directory import (
 from workers.training.distributed.independent import PART_VARIABLE, train_replicas
 from workers.training.distributed.launcher import RENDEZVOUS_VARIABLE, launch
 from workers.training.exceptions import CannotTrain, Interrupted, LostRank, RanksMustRestart
-from workers.training.fetching import fetch, fetch_in_child, first_line, is_transient
+from workers.training.fetching import fetch, fetch_in_child, first_lines, is_transient
 from workers.training.filesystem_view import drop_capabilities, isolate
 from workers.training.lifeline import die_with_parent, end_with_supervisor, inherited
 from workers.training.limits import limit
@@ -173,7 +173,7 @@ def _fetch(run: RunDirectory) -> int:
         known = isinstance(error, (OSError, ValueError, ImportError)) or is_transient(error)
         if not known:
             log.exception("the download failed")
-        first = first_line(error, assignment, run.base) if known else "the hub's answers cannot be read"
+        first = first_lines(error, assignment, run.base) if known else "the hub's answers cannot be read"
         message = f"the model {assignment.spec.model.name} could not be loaded: {first}"
         failure = Failure(code="model_not_loaded", message=message, permanent=not is_transient(error))
         run.write_failure(failure)

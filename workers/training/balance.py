@@ -3,7 +3,8 @@
 The loss of Switch Transformers (Fedus et al. 2021, equations 4 to 6), as transformers implements it: with E
 experts, F_e the share of (token, layer) rows that chose expert e among their top k, and P_e the mean
 routing probability, it is coefficient × E × Σ F_e × P_e. A product of means is not a sum over tokens: the
-mean of the micro-batches' losses is a different loss, and their sum is K times as large.
+mean of the micro-batches' losses is a different loss, and their sum over K micro-batches is about K
+times too large.
 
 - `window`: F is counted over the whole window by a first forward without gradient. F has no gradient
   (it comes from an argmax), and P is a mean over rows, so that with F known the loss is a sum over rows.

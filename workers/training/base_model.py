@@ -23,7 +23,7 @@ from workers.run_directory import RunDirectory, write_atomically
 from workers.training import device_errors
 from workers.training.auto_class import auto_class
 from workers.training.exceptions import CannotTrain
-from workers.training.fetching import fetch, first_line
+from workers.training.fetching import fetch, first_lines
 from workers.training.head import backbone_of
 from workers.training.limits import limited_memory
 from workers.training.model import AUTOCAST, keep_weights, prepare_for_training
@@ -91,7 +91,7 @@ def stage_base_model(assignment: Assignment, run: RunDirectory) -> Path:
         raise CannotTrain(
             "model_not_loaded",
             f"the model {assignment.spec.model.name} could not be loaded: "
-            f"{first_line(error, assignment, run.base)}",
+            f"{first_lines(error, assignment, run.base)}",
         ) from error
     check_layers(layers_of(assignment))
     known, found = run.path / "base_model.json", fingerprint_of_files(folder)
@@ -144,8 +144,8 @@ def load(assignment: Assignment, folder: Path) -> tuple[Any, Any, list[str]]:
         folder: the folder of the staged files (`prepare_files`).
 
     Raises:
-        CannotTrain: files are missing, cannot be fetched, or contain no causal language model; or a package
-            is not installed.
+        CannotTrain: files are missing, cannot be read, or contain no causal language model; a package is not
+            installed; or the adapters or `freeze` do not fit the model.
     """
     try:
         check_config(folder)
@@ -169,7 +169,7 @@ def load(assignment: Assignment, folder: Path) -> tuple[Any, Any, list[str]]:
         if head is not None:
             set_padding_token(model.config, padding_token(tokenizer, model))
     except ImportError as error:
-        raise CannotTrain("not_installed", first_line(error, assignment, folder)) from error
+        raise CannotTrain("not_installed", first_lines(error, assignment, folder)) from error
     except (
         OSError, ValueError, TypeError, AttributeError, LookupError, RecursionError, SafetensorError,
         ArithmeticError, AssertionError, StrictDataclassError, RuntimeError,
@@ -179,7 +179,7 @@ def load(assignment: Assignment, folder: Path) -> tuple[Any, Any, list[str]]:
         raise CannotTrain(
             "model_not_loaded",
             f"the model {assignment.spec.model.name} could not be loaded: "
-            f"{first_line(error, assignment, folder)}",
+            f"{first_lines(error, assignment, folder)}",
         ) from error
     with warnings.catch_warnings(record=True) as warned:  # warnings of peft, which users should see
         warnings.simplefilter("always", UserWarning)
@@ -212,7 +212,7 @@ def check_config(folder: Path) -> None:
     """Reads config.json with little memory: some configurations expand a few numbers into a list.
 
     Raises:
-        CannotTrain: it does not suffice.
+        CannotTrain: reading it takes more memory than that.
     """
     from transformers import AutoConfig
 

@@ -151,8 +151,8 @@ def lay_out(
 def _lay_out_scored(
     samples: Samples, chosen: Sequence[int], rows: Sequence[Row], layout: BatchLayout
 ) -> MicroBatch:
-    """Some samples as a micro-batch with one target for each sequence: its class, or for a reward model
-    nothing, where its score is read."""
+    """Some samples as a micro-batch with one target for each sequence, at the place where its score is
+    read: its class, or for a reward model an unused 0."""
     batch, count = collate(rows, layout), len(rows)
     lengths = np.array(batch.lengths)
     starts = np.cumsum(lengths) - lengths if layout.packed else np.arange(count) * batch.input_ids.shape[1]

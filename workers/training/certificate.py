@@ -45,7 +45,8 @@ TOLERANCE_IN_FP64 = 1e-6
 _MOST_OPERATIONS_IN_FP64 = 5e12
 """The most floating-point operations of the comparison on the host: about a minute."""
 _OPERATIONS_PER_WEIGHT = 24
-"""Per weight and token: two comparisons, each with forward (2) and backward (4) of two splits."""
+"""Per weight and token of the longest sample: forward (2) and backward (4) in two splits, and as much again
+for the other samples, which are shorter."""
 
 
 @dataclass(frozen=True)

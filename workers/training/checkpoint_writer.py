@@ -46,7 +46,8 @@ class CheckpointWriter:
             The checkpoints that are on disk now and were not returned before.
 
         Raises:
-            OSError: one of them could not be written.
+            OSError: this checkpoint could not be written. If only the earlier one could not, this one stands
+                for it.
         """
         try:
             done = self.wait()

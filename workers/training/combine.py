@@ -1,4 +1,4 @@
-"""Makes a job's result of its independent replicas: the average of their weights, or the best of them."""
+"""Makes a job's result from its independent replicas: the average of their weights, or the best of them."""
 
 from math import inf
 from pathlib import Path

@@ -48,7 +48,9 @@ class Prepared:
     targets: int = 0
     longest: int = 0
     truncated: int = 0
+    """Sequences; a pair has two."""
     split: int = 0
+    """Sequences."""
     without_targets: int = 0
     without_weight: int = 0
     unused_keys: list[str] = field(default_factory=list)
@@ -59,7 +61,8 @@ class Prepared:
         self.unused_keys += sorted(new)[: _MAX_KEYS - len(self.unused_keys)]
 
     def notes(self, max_length: int) -> list[str]:
-        """How many samples were cut, split or have no target, and which keys were ignored."""
+        """How many sequences were cut or split, how many samples have no target, and which keys were
+        ignored."""
         counted = (
             (self.truncated, f"cut to max_length {max_length}"),
             (self.split, "split into parts"),

@@ -76,7 +76,8 @@ def _remedies(plan: Plan) -> str:
     if others and not fitting:
         return (
             "use a GPU with more memory. Each of these changes needs less of it, but none is predicted to be "
-            f"enough alone: {limit / GIB:.2f} GiB may be used (predicted peak for one sample): {described}"
+            f"enough alone ({limit / GIB:.2f} GiB may be used; in brackets, the predicted peak for one "
+            f"sample): {described}"
         )
     return (
         "use a GPU with more memory, or make one of these changes (predicted peak for one sample, of "

@@ -142,8 +142,8 @@ _TRANSIENT = {408, 425, 429, *range(500, 600)}
 """Statuses of the hub's answers after which a later request may succeed."""
 
 
-def first_line(error: Exception, assignment: Assignment, folder: Path) -> str:
-    """The first line of an error, with paths replaced by the model's name."""
+def first_lines(error: Exception, assignment: Assignment, folder: Path) -> str:
+    """The first two lines of an error, at most 500 characters, with paths replaced by the model's name."""
     first = " ".join(str(error).split("\n")[:2]).strip() or type(error).__name__
     for path in (str(folder), assignment.model_path):
         first = first.replace(path, assignment.spec.model.name)

@@ -13,7 +13,7 @@ def finish(training: TrainingRun) -> Outcome:
     """Saves the model (with early stopping, the best one) and returns how the run ended.
 
     Raises:
-        CannotTrain: no window made a step, so that the model is untrained.
+        CannotTrain: no window made a step, or no step changed a weight, so that the model is untrained.
     """
     guards.check_any_step(training.state.step)
     model = whole_model(training)

@@ -60,7 +60,7 @@ def fit(
 
     Raises:
         CannotTrain: the job cannot be trained as it stands.
-        Interrupted: an interruption was requested; a checkpoint was written.
+        Interrupted: an interruption was requested; if training had begun, a checkpoint was written.
     """
     with Trackers(assignment.spec.report_to if group.leads else (), assignment, run.path) as trackers:
         try:

@@ -13,7 +13,7 @@ import numpy as np
 from workers.training.stopwatch import Lap
 
 WINDOWS = 4
-"""Windows that are measured at least before the fixed cost is decided."""
+"""The minimum number of windows that are measured before the fixed cost is decided."""
 
 ROUNDS = 3
 """It is measured at most this many times: another cut gives micro-batches of other sizes, which tell more."""
@@ -25,7 +25,7 @@ MOST = float(2**24)
 """Larger costs are all alike: a window is cut into as few micro-batches as possible."""
 
 LEAST_LAPS = 8
-"""Micro-batches that are measured at least."""
+"""The minimum number of micro-batches that are measured."""
 
 _MOST_LAPS = 256
 """More add little, and the time grows with the square of their number."""

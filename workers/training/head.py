@@ -44,7 +44,7 @@ class Head:
         return self.scale == 1.0 and self.cap is None
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """The logits of hidden states, at least fp32; without gradient."""
+        """The logits of hidden states, at least fp32; used only where no gradient is needed."""
         found = F.linear(hidden.to(self.weight.dtype), self.weight, self.bias)
         found = found.to(torch.promote_types(found.dtype, torch.float32)) * self.scale
         return found if self.cap is None else torch.tanh(found / self.cap) * self.cap

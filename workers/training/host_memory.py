@@ -16,7 +16,7 @@ def available_on_host() -> float:
 
 
 def available_in(group: Path) -> float:
-    """Bytes that a control group (version 2) may still take; what only caches files can be taken back.
+    """Bytes that a control group (version 2) may still take; memory that only caches files counts as free.
     Infinite without a limit."""
     with contextlib.suppress(OSError, ValueError, LookupError):
         most = int((group / "memory.max").read_text())  # "max" is no number

@@ -123,7 +123,7 @@ class Patch:
 
 
 class BoundaryAttention:
-    """Attention that is told where the samples of packed rows begin, such as that of the package
+    """Attention that gets the places where samples of packed rows begin, such as that of the package
     flash-attn."""
 
     def __init__(self, replica: Replica, implementation: str, name: str) -> None:
@@ -304,7 +304,7 @@ def choose_kernels(
     names = " and ".join(each.name for each in candidates)
     if run.was_ended_while_comparing_kernels(rank):
         message = f"{names}: not used, since an earlier attempt ended while the kernels were compared."
-        reporter.event("kernels", message, "warning", used=[])
+        reporter.event("kernels", message, "warning", used=False)
         return
     with run.comparing_kernels(rank):
         for each in candidates:
@@ -336,8 +336,8 @@ def use_if_it_agrees(kernels: Kernels, replica: Replica, loader: Loader, reporte
         kernels.switch_on()
         replica.kernels = (*replica.kernels, kernels)
         message = (
-            f"Kernels of {kernels.name} are used: they change the gradient of two samples by {error:.1e} "
-            f"(tolerance {tolerance:g})."
+            f"{kernels.name[:1].upper()}{kernels.name[1:]} is used: it changes the gradient of two samples "
+            f"by {error:.1e} (tolerance {tolerance:g})."
         )
         reporter.event("kernels", message, package=kernels.name, gradient_error=known, used=True)
         return

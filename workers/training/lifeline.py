@@ -43,7 +43,7 @@ def end_with_supervisor() -> None:
 
 
 def inherited() -> "Lifeline | None":
-    """The lifeline that the supervisor passed on; null when started by hand."""
+    """The lifeline that the supervisor passed on; None if this process was started by hand."""
     descriptor, silence = os.environ.get(LIFELINE_VARIABLE), os.environ.get(SILENCE_VARIABLE)
     if descriptor is None:
         return None

@@ -54,7 +54,7 @@ class Forward:
 class TokenLoss(nn.Module):
     """A model with its loss: maps a micro-batch to its summed loss.
 
-    It wraps the model, so that DDP and FSDP can hook this module's forward pass.
+    It wraps the model, so that FSDP can hook this module's forward pass.
 
     Args:
         model: a causal language model.
@@ -79,7 +79,7 @@ class TokenLoss(nn.Module):
         if score is not None:
             self.head = Head(probe_layer(score), 1.0, None)
         self.passes_boundaries = False
-        """Whether the model is told where the samples of a packed row begin, for flash-attn, which would
+        """Whether the model gets the places where samples of a packed row begin, for flash-attn, which would
         otherwise read that from the device in each layer."""
         self.fused: Callable[..., Tensor] | None = None
         """Computes the cross-entropy of a chunk of bf16 logits in one kernel (fused_cross_entropy.py)."""
@@ -463,7 +463,7 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 def can_fuse(head: Head) -> bool:
-    """Whether the kernel of fused_cross_entropy.py computes the logits of a head."""
+    """Whether the kernel of fused_cross_entropy.py can compute the loss from a head's logits."""
     return head.cap is None and head.scale > 0.0
 
 

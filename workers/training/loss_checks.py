@@ -188,10 +188,10 @@ def reports_routing(loss: TokenLoss, batch: MicroBatch) -> bool:
 
 
 def typical_samples(loader: Loader) -> list[int]:
-    """Two samples of about median length that have targets (one, where there is no other)."""
+    """Two samples of about median length that have targets; one, if there is no other."""
     counted = np.flatnonzero(loader.samples.targets)
     ordered = counted[np.argsort(loader.samples.lengths[counted], kind="stable")]
-    middle: list[int] = ordered[len(ordered) // 2 :][:2].tolist()
+    middle: list[int] = ordered[max(0, (len(ordered) - 1) // 2) :][:2].tolist()
     return middle
 
 

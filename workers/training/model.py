@@ -44,7 +44,8 @@ def prepare_for_training(
         saved: the names of the values of adapters that are trained further.
 
     Raises:
-        CannotTrain: the adapters or the patterns in `freeze` match nothing.
+        CannotTrain: the adapters cannot be added, the patterns in `freeze` match nothing or everything, or
+            the model does not support gradient checkpointing.
     """
     # Padding is on the right, where causal attention ignores it. Checking for it would read from the device.
     for module in model.modules():

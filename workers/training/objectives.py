@@ -2,8 +2,8 @@
 scores.
 
 Each is a sum over samples, so it accumulates exactly: a window's loss is that of all of its samples, divided
-once by their number. What an objective needs to know of the whole window (KTO's divergence, ORPO's number of
-tokens) is determined before its first micro-batch (window_scope.py).
+once by the sum of their weights. What an objective needs to know of the whole window (KTO's divergence,
+ORPO's number of tokens) is determined before its first micro-batch (window_scope.py).
 
 Sources: DPO, Rafailov et al. 2023, equation 7, with label smoothing as in Mitchell 2023 (cDPO); ORPO, Hong
 et al. 2024, equations 4 to 7; SimPO, Meng et al. 2024, equation 6; KTO, Ethayarajh et al. 2024, equations 7

@@ -37,7 +37,7 @@ _FATAL_SIGNALS = {
     signal.SIGBUS, signal.SIGFPE, signal.SIGKILL, signal.SIGSEGV, signal.SIGPIPE, signal.SIGTERM,
     signal.SIGXCPU, signal.SIGXFSZ, signal.SIGSYS,
 }  # fmt: skip
-"""Signals that end this process as they ended the work; others, which only stop a process, are ignored."""
+"""Signals that end this process as they ended the work; after others, it exits with the work's status."""
 _SIGNALLED = 128
 """Added to a signal's number in init's exit status, as shells do."""
 

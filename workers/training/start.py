@@ -63,6 +63,7 @@ def start(
 
     Raises:
         CannotTrain: the job cannot be trained as it stands.
+        Interrupted: an interruption was requested while data were prepared.
     """
     spec, plan = assignment.spec, assignment.plan
     base, model, tokenizer = _load(run, assignment, reporter, group)
@@ -271,7 +272,7 @@ def _begin_objective(
 
 def _most_tokens(assignment: Assignment) -> int:
     """Tokens of the largest micro-batch that is planned for any rank. If the effective batch grows, a fixed
-    number of micro-batches grows in proportion, but is rounded down."""
+    number of micro-batches grows in proportion, but is rounded."""
     plan, most = assignment.plan, 0
     for rank in plan.ranks:
         rule = rank.micro_batch_rule

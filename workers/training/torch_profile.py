@@ -14,7 +14,7 @@ AT_STEP = 3
 
 MAX_OPERATORS = 100
 
-PHASES = ("data", "routing", "forward", "backward", "synchronise", "optimizer")
+PHASES = ("data", "divergence", "routing", "forward", "backward", "synchronise", "optimizer")
 """The names that the trainer gives its phases in `record_function`, without their prefix "accrue."."""
 
 Result = TypeVar("Result")

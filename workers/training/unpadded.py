@@ -34,7 +34,8 @@ from workers.training.replica import Replica
 from workers.training.state import Fallbacks
 
 LONGEST_ROW = 2**14
-"""The most tokens of a row, for which the model is checked. More would make no GPU faster."""
+"""The most tokens of a row for which the model is checked, unless a single sample is longer. More would make
+no GPU faster."""
 
 LEAST_WIDTH_ON_CPU = 256
 """The least width of a model at which a call of attention for each sample takes no more time on a CPU than
@@ -145,8 +146,8 @@ def _why_padded(
 
 
 def _is_right(kernel: Kernels, replica: Replica, loader: Loader, reporter: Reporter) -> bool:
-    """Whether a kernel gives the right gradient of packed rows; it is used then. One that was used for padded
-    rows is used for these in any case."""
+    """Whether a kernel gives the right gradient of packed rows; it is used then. A kernel that is used for
+    padded rows already stays in use for them either way."""
     before = replica.kernels
     replica.kernels = tuple(each for each in before if each is not kernel)
     use_if_it_agrees(kernel, replica, loader, reporter)

@@ -1,5 +1,5 @@
-"""Configurations of other training tools: the same model, method and effective batch, in the largest
-micro-batch of the plan that divides the batch evenly.
+"""Configurations of other training tools: the same model, method and effective batch, in
+micro-batches that divide the batch evenly: the largest that are not above the plan's.
 
 The tools cannot cut a batch into micro-batches of different sizes, so theirs may be smaller than Accrue's. To
 add a tool, add a module with a function that writes its configuration, and a line in `_TOOLS`.

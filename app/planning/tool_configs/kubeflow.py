@@ -40,6 +40,6 @@ def kubeflow(job: ToolJob) -> ToolConfig:
 
 
 def _kubernetes_name(model: str) -> str:
-    """A name that Kubernetes accepts: lower case, at most 50 characters."""
+    """A name that Kubernetes accepts: lower case, at most 55 characters."""
     plain = re.sub(r"[^a-z0-9-]+", "-", model.rpartition("/")[2].lower()).strip("-")[:50].strip("-")
     return f"tune-{plain or 'model'}"

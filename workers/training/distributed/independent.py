@@ -50,13 +50,13 @@ def replicas_of(run: RunDirectory, assignment: Assignment) -> list[RunDirectory]
 
 
 def train_replicas(run: RunDirectory, assignment: Assignment, interrupted: Callable[[], bool]) -> int:
-    """Trains all replicas, then makes the job's result of theirs.
+    """Trains all replicas, then makes the job's result from theirs.
 
     Args:
         interrupted: whether an interruption was requested, which is passed on to the replicas.
 
     Returns:
-        The exit status: 0, or that of the replica that failed first.
+        The exit status: 0; `INTERRUPTED`; or that of the first process that failed (1 if a signal ended it).
     """
     replicas = replicas_of(run, assignment)
     waiting = [number for number, own in enumerate(replicas) if own.outcome() is None]

@@ -2,7 +2,8 @@
 
 This does what PyTorch's elastic agent does for one machine, without its restarts and its server: a worker
 claims the job again after a failed attempt, and ranks find each other by a file that only their user can
-read. It needs only the standard library, so that it takes no memory beside the ranks.
+read. It needs only the standard library and pydantic, so that it takes little memory beside
+the ranks.
 """
 
 import contextlib

@@ -11,7 +11,7 @@ _PRECISION = 0.004
 """The time of a window is found to this relative precision, unless single samples are coarser."""
 
 _STEP = 1.1
-"""By this factor the guess of a window's time is raised until all samples can be taken."""
+"""The factor by which the guess of a window's time is raised until all samples can be taken."""
 
 _FEW = 64
 """Of windows with at most this many samples, several orders of the ranks are tried; in larger ones, the order

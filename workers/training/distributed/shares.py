@@ -112,7 +112,7 @@ def by_speed(shares: Sequence[float], tokens: Sequence[float], seconds: Sequence
 
     Args:
         shares: the shares that were in use during the measurement.
-        tokens: how many tokens each rank processed.
+        tokens: the cost of what each rank processed, in tokens (`WindowWork.cost`).
         seconds: how long it took for them. A rank without tokens keeps its share, relative to the others,
             and a bit more if others are faster.
     """

@@ -1,4 +1,4 @@
-/** Asks a trained model and the model that it was trained from the same question, side by side. */
+/** Asks a trained model, and the model that it was trained from, the same question, side by side. */
 
 import { ask, ServiceError } from "../api.js";
 import { announce, fill, h } from "../dom.js";
