@@ -24,7 +24,7 @@ def main(*, until_empty: bool = False) -> None:
     settings = get_settings()
     configure(settings.log_level, settings.log_format)
     if settings.offline:
-        os.environ["HF_HUB_OFFLINE"] = "1"  # huggingface_hub reads it, in trainers and all other processes
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # for huggingface_hub, in all processes of the worker
     if not settings.trainer_network:
         check_network_isolation()
     settings.make_directories()

@@ -547,7 +547,12 @@ def test_the_local_executor_is_the_default(client: TestClient) -> None:
         ({"distributed": "deepspeed", "zero_stage": 1}, "fsdp", 1, "deepspeed"),
         ({"multi_gpu_strategy": "fsdp"}, "fsdp", 3, None),
         ({"zero_stage": 2}, "fsdp", 2, None),
-        ({"zero_stage": 0, "distributed": "deepspeed"}, "ddp", None, "deepspeed"),
+        (
+            {"zero_stage": 0, "distributed": "deepspeed"},
+            "ddp",
+            None,
+            "zero_stage 0 is treated as ddp",
+        ),
         ({"gradient_compression": "bf16"}, "ddp", None, "gradient_compression"),
         ({"distributed": {"gradient_compression": "fp16"}}, "ddp", None, "gradient_compression"),
     ],

@@ -8,6 +8,7 @@ import pytest
 from app.devices import gpus
 from app.maintenance import doctor
 from app.planning.devices import GIB, Device
+from app.settings import Settings
 
 VERSION = (
     "__version__ = {version!r}\ndebug = False\ncuda: Optional[str] = {cuda!r}\nhip: Optional[str] = {hip!r}\n"
@@ -41,3 +42,15 @@ def test_the_build_of_torch_is_reported(
     finding = doctor._torch()
     assert finding.verdict == verdict
     assert message in finding.message
+
+
+def test_models_of_owners_are_counted_as_well(settings: Settings) -> None:
+    assert settings.models_dir is not None
+    for name in ("plain", "owner/with-weights", "owner/without"):
+        (settings.models_dir / name).mkdir(parents=True)
+        (settings.models_dir / name / "config.json").write_text("{}")
+    for name in ("plain", "owner/with-weights"):
+        (settings.models_dir / name / "model.safetensors").touch()
+    assert "no safetensors in owner/without:" in doctor._models(settings).message
+    (settings.models_dir / "owner/without/model.safetensors").touch()
+    assert doctor._models(settings).message.startswith("3 in ")

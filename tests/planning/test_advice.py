@@ -1,11 +1,18 @@
 """Advice on a job, given only if the job's measurements support it."""
 
+import socket
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from app.devices import gpus, live_workers
+from app.devices.gpus import DetectedGpu
+from app.planning import job_advice
 from app.planning.advice import Figures, advise
+from app.storage.database import Database
+from app.storage.tables import Job, Worker
+from tests.harness.submissions import submitted
 
 GIB = 2**30
 FINE = Figures(
@@ -49,3 +56,18 @@ def test_each_advice_contains_its_number(changes: dict[str, Any], said: str) -> 
 
 def test_there_is_no_advice_about_cpu_memory() -> None:
     assert advise(replace(FINE, on_gpu=False, peak_bytes=1.0 * GIB)) == []
+
+
+@pytest.mark.parametrize(("hostname", "load"), [(socket.gethostname(), 0.25), ("another-machine", None)])
+def test_the_load_is_that_of_the_jobs_own_machine(
+    database: Database, monkeypatch: pytest.MonkeyPatch, hostname: str, load: float | None
+) -> None:
+    monkeypatch.setattr(gpus, "detected", lambda: (DetectedGpu(0, "GPU-1", "L4", 24 * GIB, 0, 0.25, 40.0),))
+    job_id = submitted(database)
+    with database.writing() as session:
+        worker = Worker(id="worker-1", hostname=hostname, started_at=None, devices=[], running=[], labels={})
+        live_workers.beat(session, worker)
+        job = session.get_one(Job, job_id)
+        job.status, job.device, job.worker_id = "running", "cuda:0", "worker-1"
+    with database.reading() as session:
+        assert job_advice._load(session, session.get_one(Job, job_id)) == load

@@ -44,6 +44,17 @@ def test_a_known_gpu_without_any_job_is_guessed_with_a_wide_range() -> None:
     assert found.high > found.expected * 2
 
 
+@pytest.mark.parametrize(
+    ("name", "teraflops"),
+    [("NVIDIA RTX A4000", 77), ("NVIDIA A40", 150), ("NVIDIA L40S", 362), ("GH200", 989)],
+)
+def test_a_gpu_is_known_by_the_longest_name_that_it_contains(name: str, teraflops: float) -> None:
+    rates = fitted(replace(A100, name=name), "bf16", [], work(1e17))
+    assert rates is not None
+    expected = rates.duration(work(1e17, passes=0, updates=0)).expected
+    assert expected == pytest.approx(1e17 / (teraflops * 1e12 * 0.33), rel=0.01)
+
+
 def test_nothing_is_said_of_an_unknown_gpu_without_any_job() -> None:
     assert fitted(UNKNOWN, "bf16", [], work(1e15)) is None
     rates = fitted(UNKNOWN, "bf16", [done(work(1e15))], work(1e15))

@@ -1,7 +1,7 @@
 import pytest
 
 from app.contract.plan import FixedCount, FixedSize, TokenBudget
-from app.contract.spec import RequestedSplit, Spec, ZeroStage
+from app.contract.spec import RequestedSplit, Spec, ValidationSpec, ZeroStage
 from app.planning.devices import GIB, Device
 from app.planning.plan import devices_worth_using, make_plan
 from app.planning.planner import PlannerEvidence, by_formula
@@ -138,6 +138,14 @@ LARGE = make_spec(
 
 def gpus(count: int, gib: int = 24) -> list[Device]:
     return [Device(number, "NVIDIA A100", gib * GIB, "cuda") for number in range(count)]
+
+
+def test_held_out_samples_are_not_counted_as_training_samples() -> None:
+    spec = make_spec(effective_batch_size=64)
+    held = ValidationSpec(file_id=None, sha256=None, format=None, share=0.1)
+    data = spec.data.model_copy(update={"examples": 70, "validation": held})
+    plan = plan_by_formula(spec.model_copy(update={"data": data}), gpus(1), predicted=True)
+    assert any("only 63 samples to train on" in warning for warning in plan.warnings)
 
 
 def test_a_model_that_fits_no_device_is_divided_among_several() -> None:

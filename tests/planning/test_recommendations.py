@@ -148,3 +148,13 @@ def test_dataset_size_limits_the_batch_and_per_micro_batch_clipping_lowers_the_l
     assert (batch.value, batch.range) == (200, [20.0, 200.0])
     clipped = replace(situation, target=64, clip_mode="each_micro_batch")
     assert recommend(clipped)["gradient_clipping"].value == 0.5  # four steps
+
+
+def test_the_range_contains_the_recommended_batch_for_any_size_of_data() -> None:
+    gpt2 = named("gpt2")
+    assert gpt2 is not None
+    for samples in (1, 30, 1_000, 50_000, 1_000_000, 10**8):
+        asked = Situation(gpt2, None, micro_batch=16, devices=1, device_kind="cuda", samples=samples)
+        batch = recommend(asked)["effective_batch_size"]
+        assert batch.range is not None
+        assert batch.range[0] <= batch.value <= batch.range[1], samples
