@@ -34,6 +34,7 @@ from app.security import audit_routes
 from app.security.audit import AuditLog
 from app.security.authentication import Authenticate, by_key
 from app.security.keys import Keyring
+from app.security.oidc import provider_of
 from app.security.rates import RateLimiter
 from app.settings import Settings, get_settings
 from app.statistics import performance_routes
@@ -180,7 +181,7 @@ def _add_state(app: FastAPI, settings: Settings, authenticate: Authenticate | No
     state.comparisons = ConcurrencyLimit("comparisons", per_key=2, total=6)
     state.group_commit = GroupCommit(state.database)
     state.keyring = Keyring(state.database)
-    state.authenticate = authenticate or by_key(state.keyring)
+    state.authenticate = authenticate or by_key(state.keyring, provider_of(settings))
     state.rates = RateLimiter(settings.rate_limit, settings.rate_limit_storage)
     state.events = EventStream(state.database)
     state.answers = AnswerReader(state.database)

@@ -52,6 +52,15 @@ class Settings(BaseSettings):
     offline: bool = Field(
         False, description="Make no request to the Hugging Face Hub, for models or datasets"
     )
+    oidc_issuer: str | None = Field(
+        None, description="OpenID Connect provider whose tokens identify users, as its discovery names it"
+    )
+    oidc_audience: str | None = Field(None, description="Client id of this service at the provider")
+    oidc_group: str | None = Field(
+        None, description="Group whose members may use the service; unset: all users of the provider"
+    )
+    oidc_admin_group: str | None = Field(None, description="Group whose members have the scope admin")
+    oidc_groups_claim: str = Field("groups", description="The claim of a token that lists a user's groups")
     trusted_proxies: str = Field(
         "",
         pattern=r"^[0-9A-Fa-f.:/, *]*$",

@@ -53,7 +53,8 @@ def serve() -> None:
     if settings.host not in LOOPBACK:
         settings.make_directories()
         migrate(settings.resolved_database_url)
-        require_keys_off_loopback(settings.host, app.state.database)
+        if settings.oidc_issuer is None:
+            require_keys_off_loopback(settings.host, app.state.database)
     gc.enable()
     gc.freeze()
     uvicorn.run(

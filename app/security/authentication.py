@@ -9,20 +9,24 @@ from starlette.requests import Request
 
 from app.errors import Unauthorized
 from app.security.keys import LOCAL, PREFIX, Caller, Keyring
+from app.security.oidc import Provider
 from app.security.rates import RateLimiter
 
 _KEY_LOOKUPS = CapacityLimiter(4)
 """Keys are looked up in threads of their own: other requests may occupy all others."""
 
+_TOKEN_CHECKS = CapacityLimiter(4)
+"""Tokens are checked in others again, since the provider may not answer."""
+
 Authenticate = Callable[[Request], Awaitable[Caller]]
 """Returns the caller of a request, or raises `Unauthorized`."""
 
 
-def by_key(keyring: Keyring) -> Authenticate:
-    """An `Authenticate` that identifies callers by their API keys."""
+def by_key(keyring: Keyring, provider: Provider | None = None) -> Authenticate:
+    """An `Authenticate` that identifies callers by their API keys, or by the tokens of a provider."""
 
     async def identify(request: Request) -> Caller:
-        return await authenticate(request, keyring)
+        return await authenticate(request, keyring, provider)
 
     return identify
 
@@ -53,14 +57,17 @@ async def admit(request: Request) -> Caller:
     return caller
 
 
-async def authenticate(request: Request, keyring: Keyring) -> Caller:
-    """Identifies the caller by the key in `Authorization: Bearer`, or as the local user if no key was ever
-    created.
+async def authenticate(request: Request, keyring: Keyring, provider: Provider | None = None) -> Caller:
+    """Identifies the caller by the key or the token in `Authorization: Bearer`, or as the local user if there
+    is no provider and no key was ever created.
 
     Raises:
-        Unauthorized: a key is needed, and the request has no valid one.
+        Unauthorized: a key or token is needed, and the request has no valid one.
+        Forbidden, Unavailable: as `Provider.identify`.
     """
     key = bearer(request.headers)
+    if provider is not None and not (key or "").startswith(PREFIX):
+        return await _user(key, keyring, provider)
     if key is None or not key.startswith(PREFIX):
         closed = keyring.requires_key()
         if closed is None:
@@ -78,6 +85,19 @@ async def authenticate(request: Request, keyring: Keyring) -> Caller:
         raise Unauthorized(
             "This key is not valid: it is mistyped, revoked, expired, or belongs to another service."
         )
+    return caller
+
+
+async def _user(token: str | None, keyring: Keyring, provider: Provider) -> Caller:
+    if token is None:
+        raise Unauthorized("Sign in: send Authorization: Bearer with a token of the provider, or an API key.")
+    known, caller = keyring.cached_user(token)
+    if not known:
+        caller = await to_thread.run_sync(
+            lambda: keyring.find_user(provider.identify(token), token), limiter=_TOKEN_CHECKS
+        )
+    if caller is None:
+        raise Unauthorized("Your account was revoked here: ask the operator (accrue keys list).")
     return caller
 
 

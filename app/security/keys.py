@@ -14,8 +14,9 @@ import structlog
 from sqlalchemy import ColumnElement, and_, or_, select, update
 
 from app.errors import NotFound
+from app.security.oidc import Identity
 from app.security.scopes import SCOPES, Scope
-from app.storage.database import Database, database_now
+from app.storage.database import Database, database_now, insert_for
 from app.storage.ids import new_id
 from app.storage.session import Session
 from app.storage.tables import Key
@@ -77,6 +78,16 @@ def create(
     session.add(row)
     session.flush()
     return row, key
+
+
+def store_user(session: Session, identity: Identity) -> None:
+    """Creates or updates the row of a user of the OpenID Connect provider. No text is its key, since its
+    digest is none."""
+    values = {"name": identity.name, "scopes": list(identity.scopes)}
+    statement = insert_for(session, Key).values(
+        id=identity.id, digest=f"oidc {identity.id}", created_at=database_now(), **values
+    )
+    session.execute(statement.on_conflict_do_update(index_elements=["id"], set_=values))
 
 
 def revoke(session: Session, key_id: str) -> Key:
@@ -149,10 +160,38 @@ class Keyring:
         if row is not None and hmac.compare_digest(row.digest, digest):
             caller = Caller(row.id, frozenset(row.scopes))
             self._note_use(row.id)
+        self._remember(digest, caller)
+        return caller
+
+    def _remember(self, digest: str, caller: Caller | None) -> None:
         with self._lock:
             if len(self._known) >= _MAX_CACHED:
                 self._known.clear()
             self._known[digest] = time.monotonic() + _KNOWN_FOR_SECONDS, caller
+
+    def cached_user(self, token: str) -> tuple[bool, Caller | None]:
+        """Whether the cache knows the token of a user, and its caller; does not read the database."""
+        until, caller = self._known.get(_digest(token), (0.0, None))
+        return time.monotonic() < until, caller
+
+    def find_user(self, identity: Identity, token: str) -> Caller | None:
+        """The caller for a user of the provider, whose row is created when the user first comes; None if it
+        was revoked.
+
+        Args:
+            token: by which the result is cached.
+        """
+        with self._database.reading() as session:
+            row = session.get(Key, identity.id)
+            is_current = row is not None and (row.name, tuple(row.scopes)) == (identity.name, identity.scopes)
+            is_revoked = row is not None and row.revoked_at is not None
+        if not is_current and not is_revoked:
+            with self._database.writing() as session:
+                store_user(session, identity)
+        caller = None if is_revoked else Caller(identity.id, frozenset(identity.scopes))
+        if caller is not None:
+            self._note_use(identity.id)
+        self._remember(_digest(token), caller)
         return caller
 
     def close(self) -> None:

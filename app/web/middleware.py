@@ -19,7 +19,7 @@ from app.observability.prometheus import Exposition
 from app.security.audit import AuditLog, AuditRecord
 from app.security.authentication import admit, bearer
 from app.security.keys import Caller, is_well_formed
-from app.security.local import refusal
+from app.security.local import foreign_page, refusal
 from app.security.scopes import lacks_scope
 from app.settings import LOOPBACK, Settings
 from app.storage.ids import request_id
@@ -157,10 +157,9 @@ class RequestMiddleware:
                 request, 400, InvalidRequest.code, InvalidRequest.title,
                 "The URL contains a NUL character: remove it.",
             )  # fmt: skip
-        if not self._skips_origin_check(headers):
-            why = refusal(headers, self.settings.allowed_origins, is_page=path in _PAGES)
-            if why is not None:
-                return problem_response(request, 403, Forbidden.code, Forbidden.title, why)
+        why = self._foreign(headers, is_page=path in _PAGES)
+        if why is not None:
+            return problem_response(request, 403, Forbidden.code, Forbidden.title, why)
         limit, length = self.bodies.most_bytes(scope), headers.get("content-length", "0")
         if length.isdigit() and (len(length) > _MAX_LENGTH_DIGITS or int(length) > limit):
             return problem_response(
@@ -190,6 +189,15 @@ class RequestMiddleware:
                 "Send the file as multipart/form-data, in the field file.", headers={"Connection": "close"},
             )  # fmt: skip
         return None
+
+    def _foreign(self, headers: Headers, *, is_page: bool) -> str | None:
+        """The reason why a request may come from a page of another site, or None."""
+        own = bearer(headers) or ""
+        if self.settings.oidc_issuer is not None and own and not is_well_formed(own):
+            return foreign_page(headers, self.settings.allowed_origins, is_page=is_page)
+        if self._skips_origin_check(headers):
+            return None
+        return refusal(headers, self.settings.allowed_origins, is_page=is_page)
 
     def _skips_origin_check(self, headers: Headers) -> bool:
         """Whether the Host and Origin checks are skipped: the request carries a well-formed key, or the
