@@ -14,7 +14,7 @@ AccrueError
 ├── TooManyRequests 429   a key has reached its rate limit, or its limit of concurrent requests
 ├── QuotaExceeded   429   a key has too many waiting jobs or stored bytes, or has used up its device hours
 ├── Forbidden       403   another machine or web page while no key exists, or beyond a key's scopes
-├── NotAnswered     500   a model failed while it answered
+├── ModelFailed     500   a model failed while it answered
 ├── Unavailable     503   the service cannot do it at the moment
 │   └── ReplacedDatabase  the database file was deleted or replaced
 └── DiskFull        507   the disk is full
@@ -113,7 +113,7 @@ class Forbidden(AccrueError):
     title = "Forbidden"
 
 
-class NotAnswered(AccrueError):
+class ModelFailed(AccrueError):
     status = 500
     code = "internal_error"
     title = "Internal error"

@@ -134,7 +134,7 @@ _JOB_IN_NAME = re.compile(r"(?:ftjob-|ft:.*:)([A-Za-z0-9]+)(?::ckpt-step-[0-9]+)
 
 
 def _was_trained_without_template(client: Client, model: str) -> bool:
-    """Whether the model's job trained on another format than `messages`."""
+    """Whether the model's job trained on a format other than `messages`."""
     found = _JOB_IN_NAME.fullmatch(model)
     if found is None:
         return False

@@ -40,7 +40,8 @@ def show_comparison(compared: dict[str, Any]) -> None:
         ]  # fmt: skip
         table.add_row(
             job["training_id"],
-            f"{job['effective_batch_size']} in {_or_dash(stats['accumulation_steps'], '{:.3g}')}",
+            f"{job['effective_batch_size']} in {_or_dash(stats['accumulation_steps'], '{:.3g}')}"
+            + (f" × {len(stats['ranks'])} devices" if stats.get("ranks") else ""),
             f"{compared['loss'][job['training_id']][-1]:.4f}",
             _or_dash(job["noise_ratio"], "x {:.2f}"),
             _or_dash(stats["tokens_per_second"], "{:,.0f}"),

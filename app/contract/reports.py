@@ -340,7 +340,7 @@ class Outcome(Frozen):
     trained_tokens: TokenTotal
     effective_batch_size: Count
     eval_loss: Number | None = None
-    """Mean over the validation set's target tokens (or samples, with other objectives than sft), of the
+    """Mean over the validation set's target tokens (or samples, with objectives other than sft), of the
     model as saved."""
     eval_token_accuracy: Number | None = None
     """The share of these tokens that are the model's most likely next token; null with a preference

@@ -88,7 +88,7 @@ def _downloaded(
         try:
             seconds = max(0.0, ends - time.monotonic())
             answer = client.download(url, token, path, most_bytes=left, seconds=seconds)
-        except client.NotAnswered as error:
+        except client.HubNotAnswered as error:
             raise _refused(name, f"could not be downloaded: the hub {error}") from None
         if answer.status != HTTPStatus.OK:
             raise _refused(name, _why(name, answer))
@@ -114,7 +114,7 @@ def _listing(name: str, token: str | None) -> _Listing:
         url += f"/revision/{quote(revision, safe='')}"
     try:
         answer = client.get(f"{url}?blobs=true", token, most_bytes=_LISTING_BYTES, seconds=_LISTING_SECONDS)
-    except client.NotAnswered as error:
+    except client.HubNotAnswered as error:
         raise _refused(name, f"is not on this machine, and the hub {error}") from None
     if answer.status != HTTPStatus.OK:
         raise _refused(name, _why(name, answer))

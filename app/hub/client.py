@@ -28,7 +28,7 @@ class HubResponse(NamedTuple):
     content: bytes
 
 
-class NotAnswered(Exception):
+class HubNotAnswered(Exception):
     """There is no usable answer; the message continues "the hub …"."""
 
 
@@ -37,7 +37,7 @@ def get(url: str, token: str | None, *, most_bytes: int, seconds: float) -> HubR
     it is too long.
 
     Raises:
-        NotAnswered: the hub cannot be reached, answers too slowly, or redirects to a forbidden address.
+        HubNotAnswered: the hub cannot be reached, answers too slowly, or redirects to a forbidden address.
     """
     content = bytearray()
 
@@ -54,7 +54,7 @@ def download(url: str, token: str | None, target: Path, *, most_bytes: int, seco
     without it.
 
     Raises:
-        NotAnswered: as in `get`, or the content is slow.
+        HubNotAnswered: as in `get`, or the content is slow.
         OSError: the file cannot be written.
     """
     started, written = time.monotonic(), 0
@@ -75,16 +75,16 @@ def download(url: str, token: str | None, target: Path, *, most_bytes: int, seco
 def _run(requested: Any) -> tuple[int, Mapping[str, str]]:
     try:
         found: tuple[int, Mapping[str, str]] = asyncio.run(requested)
-    except (NotAnswered, MemoryError):
+    except (HubNotAnswered, MemoryError):
         raise
     except TimeoutError:
-        raise NotAnswered("answers too slowly") from None
+        raise HubNotAnswered("answers too slowly") from None
     except OSError as error:
         if error.filename is not None or error.errno in _OF_THE_DISK:
             raise
-        raise NotAnswered("cannot be reached from here") from None
+        raise HubNotAnswered("cannot be reached from here") from None
     except Exception:  # an address or answer that the HTTP library cannot read raises anything
-        raise NotAnswered("cannot be reached from here") from None
+        raise HubNotAnswered("cannot be reached from here") from None
     return found
 
 
@@ -122,14 +122,14 @@ async def _stream(
                     return answer.status_code, dict(answer.headers)
                 url = urljoin(url, location)
                 address = await asyncio.to_thread(_address_of_redirect, url, hub)
-    raise NotAnswered("redirects too often")
+    raise HubNotAnswered("redirects too often")
 
 
 def _address_of_redirect(url: str, hub: tuple[str, str, int | None]) -> str | None:
     """The address that a redirect leads to; None if it leads to the hub itself, or a proxy connects.
 
     Raises:
-        NotAnswered: it leads neither to the hub nor to the public internet.
+        HubNotAnswered: it leads neither to the hub nor to the public internet.
     """
     scheme, host, port = origin = _origin(url)
     if origin == hub:
@@ -137,7 +137,7 @@ def _address_of_redirect(url: str, hub: tuple[str, str, int | None]) -> str | No
     try:
         return address_of_redirect(scheme, host, port, from_scheme=hub[0])
     except NotPublic as error:
-        raise NotAnswered(f"redirects to {error}") from None
+        raise HubNotAnswered(f"redirects to {error}") from None
 
 
 def _origin(url: str) -> tuple[str, str, int | None]:

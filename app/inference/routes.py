@@ -29,8 +29,8 @@ from app.errors import (
     AccrueError,
     ContextTooLong,
     InvalidRequest,
+    ModelFailed,
     NoChatTemplate,
-    NotAnswered,
     Unavailable,
     UnknownModel,
     Unprocessable,
@@ -218,7 +218,7 @@ async def _next(parts: AsyncIterator[AnswerPart | None], request: Request) -> An
 
 
 def _as_exception(error: InferenceError) -> AccrueError:
-    kinds: tuple[type[AccrueError], ...] = (ContextTooLong, NoChatTemplate, NotAnswered)
+    kinds: tuple[type[AccrueError], ...] = (ContextTooLong, NoChatTemplate, ModelFailed)
     other = Unavailable if error.status >= HTTPStatus.INTERNAL_SERVER_ERROR else InvalidRequest
     kind = next((each for each in kinds if each.code == error.code), other)
     return kind(error.message, field=error.field)

@@ -134,7 +134,7 @@ def pause(session: Writing, fine_tuning_job_id: JobId) -> FineTuningJob:
 
 @router.post("/{fine_tuning_job_id}/resume", summary="Resume a paused fine-tuning job")
 def resume(session: Writing, settings: CurrentSettings, fine_tuning_job_id: JobId) -> FineTuningJob:
-    return answer(key_limits.resume(session, fine_tuning_job_id, settings))
+    return answer(key_limits.resume_within_limits(session, fine_tuning_job_id, settings))
 
 
 @router.get("/{fine_tuning_job_id}/events", summary="List a job's events, newest first")

@@ -30,8 +30,8 @@ class Hyperparameters(Request):
     )
     learning_rate_multiplier: Annotated[float, Field(gt=0, le=10_000)] | Auto = Field(
         "auto",
-        description="Multiplies training_config.learning_rate, or if that is not given, 5e-5; with other "
-        "objectives than sft, their default rate (dpo: 1e-6, or 1e-5 for adapters)",
+        description="Multiplies training_config.learning_rate, or if that is not given, 5e-5; with "
+        "objectives other than sft, their default rate (dpo: 1e-6, or 1e-5 for adapters)",
     )
 
 

@@ -146,12 +146,12 @@ def stop(session: Writing, training_id: JobId) -> JobResponse:
 @router.post("/{training_id}/resume", summary="Resume a job that is paused or timed out")
 def resume(session: Writing, settings: CurrentSettings, training_id: JobId) -> JobResponse:
     """A job that timed out continues from its last checkpoint, and its `timeout_seconds` starts over."""
-    return _answer(session, key_limits.resume(session, training_id, settings))
+    return _answer(session, key_limits.resume_within_limits(session, training_id, settings))
 
 
 @router.post("/{training_id}/start", summary="Start a job that was submitted with auto_start false")
 def start(session: Writing, settings: CurrentSettings, training_id: JobId) -> JobResponse:
-    return _answer(session, key_limits.resume(session, training_id, settings))
+    return _answer(session, key_limits.resume_within_limits(session, training_id, settings))
 
 
 @router.post(

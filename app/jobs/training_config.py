@@ -74,13 +74,13 @@ class TrainingConfig(Request):
     attention: Attention = "sdpa"
     kernels: Kernels = Field(
         "auto",
-        description="auto: on a GPU, kernels of liger-kernel and flash-attn where they are installed, if a "
-        "comparison before the first step shows that they do not change the gradient by more than rounding; "
-        "none: only those of PyTorch",
+        description="auto: faster kernels (of liger-kernel, flash-attn, PyTorch, and Accrue's own for the "
+        "loss) and samples without padding, where a comparison before the first step shows that the gradient "
+        "changes by no more than rounding; none: the model's own kernels, with padding",
     )
     deterministic: Flag = Field(
         False,
-        description="Every run of the job on one device of the same kind gives the same bits, also on a GPU, "
+        description="Every run of the job on one device of the same kind gives the same bits, even on a GPU, "
         "whose fastest kernels add up in any order; training is then slower, and always in the planned "
         "micro-batches. On a CPU, this only turns tuning off",
     )

@@ -127,7 +127,7 @@ def fetch(name: str, settings: Settings) -> FoundConfig:
             status, headers, content = client.get(
                 url, token, most_bytes=LARGEST_CONFIG_BYTES, seconds=_TIMEOUT_SECONDS
             )
-    except client.NotAnswered as error:
+    except client.HubNotAnswered as error:
         raise NotOnHub(f"and the hub {error}", has_answered=False) from None
     if status != HTTPStatus.OK:
         raise _refused(name, status, headers.get("x-error-code", ""), has_token=token is not None)

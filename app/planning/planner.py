@@ -29,7 +29,7 @@ from app.planning.memory import Memory
 from app.planning.split import NO_MICRO_BATCH, MicroBatches, even, shares, split_over
 from app.planning.throughput import Throughput, ThroughputOf, unmeasured, useful_tokens
 
-DEFAULT_EFFECTIVE_BATCH = 32
+MAX_DEFAULT_BATCH = 32
 """The largest effective batch, in samples, if a question gives none."""
 
 _BUDGET_STEP = 64
@@ -331,7 +331,7 @@ a micro-batch from it (`batches.fixed_cost`)."""
 
 
 def _default_batch(micro_batch: int, devices: int) -> int:
-    return min(DEFAULT_EFFECTIVE_BATCH, micro_batch * devices)
+    return min(MAX_DEFAULT_BATCH, micro_batch * devices)
 
 
 def alternatives(solution: Solution, known: PlannerEvidence) -> list[Alternative]:

@@ -39,7 +39,8 @@ class Statistics(ResponseModel):
     """Figures measured by the trainer; null where nothing was measured."""
 
     accumulation_steps: float | None
-    """Measured micro-batches per step; the planned number until the first step."""
+    """Measured micro-batches per step on the device that has most; the planned number until the first
+    step."""
     effective_batch_size: int | None
     steps: int
     micro_steps: int

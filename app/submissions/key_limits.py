@@ -14,7 +14,7 @@ more may, no lock is needed: fewer requests than this run at the same time, so t
 the limit."""
 
 
-def resume(session: Session, job_id: str, settings: Settings) -> Job:
+def resume_within_limits(session: Session, job_id: str, settings: Settings) -> Job:
     """Resumes a job as `lifecycle.resume` does; a timed-out job counts toward its owner's limit of
     waiting jobs again."""
     job, most = transitions.get(session, job_id), settings.max_queued_jobs

@@ -149,7 +149,7 @@ def _classes(classes: Sequence[str] | None, of_validation: Sequence[str] | None)
     if classes is None:
         raise Unprocessable(
             f"The file has more than {MAX_CLASSES:,} different labels, too many to classify: if they are "
-            "no classes, set objective to sft, which ignores them.",
+            "not classes, set objective to sft, which ignores them.",
             field="dataset_config.file_id",
         )
     if len(classes) < 2:

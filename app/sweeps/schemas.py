@@ -54,7 +54,8 @@ class SweepResponse(ResponseModel):
     """The fields that vary."""
     jobs: list[SweepJob]
     best: str | None
-    """The id of the succeeded job with the lowest loss; null if there is none, or not yet."""
+    """The id of the succeeded job with the lowest loss; null if no job can be named, or none has succeeded
+    yet."""
     decided_by: Literal["validation_loss", "loss"] | None
     """The loss that decides: the validation loss, or the training loss if no job has validation data."""
     why_no_best: str | None

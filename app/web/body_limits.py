@@ -34,7 +34,9 @@ until it is answered."""
 _LARGE_PER_KEY, _LARGE_AT_ONCE = 2, 4
 _UPLOADS = ("/v1/files",)
 """The routes whose body is a file."""
-_WITH_DATA = ("/gradient-accumulation/training/", "/v1/chat/", "/v1/completions")
+_WITH_SAMPLES = "/gradient-accumulation/training/"
+_WITH_PROMPTS = ("/v1/chat/", "/v1/completions")
+_WITH_DATA = (_WITH_SAMPLES, *_WITH_PROMPTS)
 """The prefixes of the routes whose body may contain samples, or long prompts."""
 _BODY_SECONDS = 60.0
 """Seconds in which a body must arrive; for an upload, in which its next part must arrive."""
@@ -86,7 +88,12 @@ class BodyLimits:
 
             whole = not is_file_upload(scope)
             limit = self.most_bytes(scope)
-            yield _limited(receive, limit, too_large(scope, limit), admit, whole=whole), send_after_turn
+            yield (
+                _limited(
+                    receive, limit, too_large(scope, limit), _too_many_values(scope), admit, whole=whole
+                ),
+                send_after_turn,
+            )
 
 
 def is_file_upload(scope: Scope) -> bool:
@@ -112,17 +119,25 @@ def too_large(scope: Scope, limit: int) -> str:
     """What to do if a body has more than `limit` bytes."""
     if is_file_upload(scope):
         return f"The upload is larger than {limit} bytes: split the file, or raise ACCRUE_MAX_FILE_BYTES."
-    upload = "upload the data with POST /v1/files and name it by its file_id"
+    remedy = _remedy(scope)
     path = scope["path"].removeprefix(scope.get("root_path", ""))
     if path.startswith(_WITH_DATA):
-        return f"The body is larger than {limit} bytes: {upload}, or raise ACCRUE_MAX_BODY_BYTES."
-    return f"The body is larger than {limit} bytes, the most that this route accepts: {upload}."
+        return f"The body is larger than {limit} bytes: {remedy}, or raise ACCRUE_MAX_BODY_BYTES."
+    return f"The body is larger than {limit} bytes, the most that this route accepts: {remedy}."
 
 
-_TOO_MANY_VALUES = (
-    "The body contains more values than this route accepts: upload the data with POST /v1/files and name it "
-    "by its file_id."
-)
+def _too_many_values(scope: Scope) -> str:
+    return f"The body contains more values than this route accepts: {_remedy(scope)}."
+
+
+def _remedy(scope: Scope) -> str:
+    """How a body can be made smaller."""
+    path = scope["path"].removeprefix(scope.get("root_path", ""))
+    if path.startswith(_WITH_SAMPLES):
+        return "upload the data with POST /v1/files and name it by its file_id"
+    if path.startswith(_WITH_PROMPTS):
+        return "send fewer or shorter prompts, as text instead of tokens"
+    return "make it smaller"
 
 
 async def _charge(scope: Scope, key_id: str | None, values: int) -> None:
@@ -144,6 +159,7 @@ def _limited(
     receive: Receive,
     limit: int,
     why: str,
+    too_many: str,
     admit_body: Callable[[int, int], Awaitable[None]],
     *,
     whole: bool,
@@ -152,6 +168,7 @@ def _limited(
 
     Args:
         why: the message if it is larger.
+        too_many: the message if it has too many values.
         admit_body: called with the number of values in a whole body and its size in bytes.
         whole: whether the time limit is for the whole body; otherwise it is for each part.
     """
@@ -176,7 +193,7 @@ def _limited(
             raise HTTPException(TooLarge.status, why)
         values += sum(map(body.count, (b",", b"[", b"{"))) if whole else 0
         if values > _MAX_VALUES:
-            raise HTTPException(TooLarge.status, _TOO_MANY_VALUES)
+            raise HTTPException(TooLarge.status, too_many)
         if arrived and values:
             await admit_body(values, taken)
             values = 0

@@ -3,7 +3,7 @@ rest read-only except for its own folders.
 
 A model's files and training data are untrusted, and might exploit a library that reads them to open other
 files or to run code. A trainer cannot put files that it does not see into its model, and cannot write files
-that other trainers read. If the machine does not support mount namespaces (other systems than Linux, some
+that other trainers read. If the machine does not support mount namespaces (systems other than Linux, some
 containers), the trainer runs without isolation.
 """
 

@@ -1,5 +1,5 @@
 """The loss: the weighted sum of the target tokens' cross-entropies, to be divided by the window's count once;
-or, with another objective than supervised fine-tuning, a sum over samples.
+or, with an objective other than supervised fine-tuning, a sum over samples.
 
 Only positions whose next token counts reach the output head; logits of prompts and padding are never
 computed. If a model's logits are those of its head, perhaps scaled or soft-capped, they are computed for a

@@ -4,7 +4,7 @@
       └─ init       PID 1 of the tree: when it ends, the kernel ends everything below it
            └─ work
 
-If the machine does not support PID namespaces (other systems than Linux, some containers), init kills its
+If the machine does not support PID namespaces (systems other than Linux, some containers), init kills its
 remaining descendants instead.
 """
 

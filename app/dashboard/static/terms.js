@@ -29,7 +29,7 @@ const TERMS = {
   rate: "How far each step moves the weights. If the field is empty: 5e-5 (lora and qlora: 2e-4); with dpo, orpo, simpo and kto 1e-6 (1e-5); with reward 1e-5 (1e-4). With adamw, doubling the batch allows 1.4 times the rate. Several values, separated by commas, train a job for each: a sweep.",
   validation:
     "A share of the samples that is held out of training: its loss shows whether the model learns or memorises. 0.1 is usual.",
-  loss: "The loss of each window (the effective batch of one step): in nats per token, averaged over its tokens, or with another objective than sft over its samples; not over its micro-batches. It should fall quickly, then slowly.",
+  loss: "The loss of each window (the effective batch of one step): with sft, in nats per token, averaged over all of its tokens; with other objectives, averaged over its samples. It is not a mean of its micro-batches' means. It should fall quickly, then slowly.",
   rewards:
     "beta × log(p / p₀): p is the answer's probability under the trained model, and p₀ under the model that the job started from (orpo, simpo: beta × its mean log-probability per token; reward: the model's score). Chosen answers should rise above rejected ones; if both fall far, lower the learning rate.",
   learning_rate: "The learning rate of each step: first the warmup, then the schedule.",

@@ -99,7 +99,7 @@ export async function show(main, { chosen, signal }) {
             h("i", { class: `of-${colourName(place)}` }),
             h("a", { href: `#/job/${job.training_id}` }, name(job)),
           ),
-          `${number(job.effective_batch_size)} in ${number(job.stats.accumulation_steps)} micro-batch${job.stats.accumulation_steps === 1 ? "" : "es"}`,
+          `${number(job.effective_batch_size)} in ${number(job.stats.accumulation_steps)} micro-batch${job.stats.accumulation_steps === 1 ? "" : "es"}${job.stats.ranks ? ` on each of ${job.stats.ranks.length} devices` : ""}`,
           number(job.steps),
           fixed(loss[job.training_id].at(-1)),
           fixed(job.final_loss),

@@ -61,8 +61,8 @@ function joinRuns({ tokens, counts }) {
 function histogram(bins) {
   const most = Math.max(...bins.map((bin) => bin.examples));
   return table(
-    "Example lengths",
-    [{ title: "Tokens" }, { title: "Examples", number: true }, { title: "" }],
+    "Lengths of the samples",
+    [{ title: "Tokens" }, { title: "Samples", number: true }, { title: "" }],
     bins.map((bin) => [`${number(bin.at_least)} to ${number(bin.below - 1)}`, number(bin.examples), share(bin.examples / most)]),
   );
 }
