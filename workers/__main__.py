@@ -23,8 +23,8 @@ def main(*, until_empty: bool = False) -> None:
     end_with_parent()
     settings = get_settings()
     configure(settings.log_level, settings.log_format)
-    if settings.offline:
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # for huggingface_hub, in all processes of the worker
+    if settings.offline and not os.environ.get("HF_HUB_OFFLINE"):
+        os.environ["HF_HUB_OFFLINE"] = "1"  # for huggingface_hub, in all processes of the worker
     if not settings.trainer_network:
         check_network_isolation()
     settings.make_directories()

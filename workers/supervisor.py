@@ -23,6 +23,7 @@ from app.errors import ReplacedDatabase
 from app.exports import requests as export_requests
 from app.inference import requests
 from app.jobs import placement, preemption, queue, transitions
+from app.jobs.placement import DeviceId
 from app.jobs.queue import Offer
 from app.jobs.transitions import Fence, LostJob
 from app.planning.devices import MAX_DEVICES, Device
@@ -58,6 +59,9 @@ _TURN_SECONDS = 0.25
 _MAKE_WAY_SECONDS = 2.0
 """How often a worker looks whether its jobs should make way for others."""
 
+_ROOM_SECONDS = 1800.0
+"""How long devices are held at most for a job for which others make way, while these write checkpoints."""
+
 
 Offered = tuple[list[Device], Offer]
 """An offer, and the devices that are offered."""
@@ -85,6 +89,10 @@ class Supervisor:
 
     def __post_init__(self) -> None:
         self._make_way_at = 0.0
+        self._rooms: dict[str, tuple[preemption.Room, float]] = {}
+        """Devices that are held for jobs for which others make way, and until when."""
+        self._unclaimed: frozenset[DeviceId] = frozenset()
+        """The devices that no job has claimed in this turn."""
         self.locks = DeviceLocks(self.settings)
         self.reservations = placement.Reservations()
         self.launcher = Launcher(self.settings, self.database)
@@ -241,38 +249,82 @@ class Supervisor:
                 free[device] = lock
         claimed = False
         try:
+            claimed = bool(self._rooms) and self._claim_with_room(free)
             while free and self._claim(free):
                 claimed = True
+            self._unclaimed = _ids(free)
         finally:
             for lock in free.values():
                 os.close(lock)
         return claimed
 
     def _make_way(self) -> None:
-        """Interrupts jobs for one with a higher priority, if that is this worker's part."""
+        """Interrupts jobs for one with a higher priority, if there is one that needs it."""
         now = time.monotonic()
         if not self.running or now < self._make_way_at:
             return
         self._make_way_at = now + _MAKE_WAY_SECONDS
+        held = self._held()
+        staying = [each for each in self.running if not each.interrupted_because]
+        going = [each for each in (*self.running, *self.leaving) if each not in staying]
+        view = preemption.WorkerView(
+            worker_id=self.id,
+            labels=self.labels(),
+            running={each.fence.job_id: _ids(each.devices) for each in staying},
+            free=self._unclaimed - held,
+            leaving=frozenset[DeviceId]().union(*(_ids(each.devices) for each in going)) - held,
+            one_device=not self.settings.trainer_network,
+            fairly=self.settings.fair_share,
+        )
         with self.database.reading() as session:
-            found = preemption.decide(session, self.id, self.labels(), fairly=self.settings.fair_share)
-        if found is None:
+            room = preemption.find_room(session, view)
+        if room is None:
             return
-        job_id, leaving = found
-        for running in self.running:
-            if running.fence.job_id in leaving and not running.interrupted_because:
-                log.info("a job makes way for another", job=running.fence.job_id, other=job_id)
+        with self.database.writing() as session:
+            if not preemption.promise(session, room.job_id):
+                return
+        self._rooms[room.job_id] = room, now + _ROOM_SECONDS
+        for running in staying:
+            if running.fence.job_id in room.leaving:
+                log.info("a job makes way for another", job=running.fence.job_id, other=room.job_id)
                 running.makes_way = True
-                self._interrupt(running, f"{job_id}, whose priority is higher, needs its device")
+                self._interrupt(running, "a job with a higher priority needs its device")
 
-    def _claim(self, free: dict[Device, int]) -> bool:
+    def _held(self) -> frozenset[DeviceId]:
+        """The devices that are held for jobs for which others make way."""
+        return frozenset[DeviceId]().union(*(room.devices for room, _ in self._rooms.values()))
+
+    def _claim_with_room(self, free: dict[Device, int]) -> bool:
+        """Claims the jobs for which others have made way, if all of their devices are free now. Forgets those
+        that have started elsewhere, were cancelled, or waited in vain. Removes all held devices from `free`.
+        """
+        claimed = False
+        for job_id, (room, until) in list(self._rooms.items()):
+            with self.database.reading() as session:
+                waits = preemption.still_waits(session, job_id)
+            if not waits or time.monotonic() > until:
+                del self._rooms[job_id]
+                continue
+            own = {device: free.pop(device) for device in list(free) if device.id in room.devices}
+            if len(own) == len(room.devices):
+                del self._rooms[job_id]
+                shrinks_above = MAX_DEVICES if self.settings.trainer_network else 1
+                offer = _offer(list(own), self.labels(), shrink_above=shrinks_above)
+                claimed |= self._claim(own, [(list(own), replace(offer, only=job_id))])
+            for lock in own.values():
+                os.close(lock)
+        return claimed
+
+    def _claim(self, free: dict[Device, int], offers: Iterable[Offered] | None = None) -> bool:
         """Claims a job, and starts its trainer on some of the free devices, which it removes from `free`.
 
         Args:
             free: maps devices to the descriptors of their locks.
+            offers: what is offered; None: as the queue needs it.
         """
-        with self.database.reading() as session:
-            offers = self._offers(session, list(free))
+        if offers is None:
+            with self.database.reading() as session:
+                offers = self._offers(session, list(free))
         claimed_at = time.monotonic()
         fence, offered = self._claim_first(offers)
         if fence is None:
@@ -463,6 +515,10 @@ class Supervisor:
                 message = f"{type(error).__name__} in the worker: see the worker's log"
                 running.broken = Failure(code="worker_error", message=message, permanent=False)
                 running.trainer.kill()
+
+
+def _ids(devices: Iterable[Device]) -> frozenset[DeviceId]:
+    return frozenset(device.id for device in devices)
 
 
 def _transient_reason(error: Exception) -> str | None:

@@ -22,8 +22,8 @@ DeviceHours = Annotated[
     float | None,
     typer.Option(
         min=0.0,
-        help="Quota of device hours in a calendar month (UTC); an hour on two devices counts as two; default:
-        " "no limit",
+        help="Quota of device hours in a calendar month (UTC); an hour on two devices counts as two; "
+        "default: no limit",
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print it as JSON")]

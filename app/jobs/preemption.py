@@ -1,198 +1,263 @@
 """Which running jobs make way for a queued job with a higher priority.
 
-A worker that has no device for the next job interrupts jobs with a lower priority: they write a checkpoint,
-wait in the queue like jobs submitted at that moment, and later continue from the checkpoint. Every worker
-computes the same answer from the database, so that only one of them interrupts jobs.
+A worker that has no devices for such a job interrupts some of its own jobs: they write a checkpoint, wait in
+the queue like jobs submitted at that moment, and later continue from the checkpoint. The worker holds the
+devices until it can start the job on them.
+
+A job that has waited so long that it came before jobs with a higher priority keeps its devices: otherwise it
+might never make progress.
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from sqlalchemy import case, func, literal, select
+from sqlalchemy import and_, case, func, literal, or_, select, update
 
+from app.contract.states import RequestedAction
 from app.contract.worker_labels import meets
 from app.devices.live_workers import SILENT_SECONDS
-from app.jobs.queue import gpu_mask, gpus_of, worker_meets
+from app.jobs.placement import DeviceId
+from app.jobs.queue import AGEING_SECONDS, gpu_mask, gpus_of, worker_meets
 from app.storage.database import database_now
 from app.storage.session import Session
-from app.storage.tables import Job, Worker
-from app.usage import fair_share, quotas
+from app.storage.tables import Attempt, Job, Worker
+from app.usage import quotas
 from app.usage.records import NO_KEY
 
 PATIENCE_SECONDS = 10.0
 """How long a job waits at least before others make way: a free device is taken within this time."""
 
+_ELSEWHERE_SECONDS = 20.0
+"""How long it waits if a job with a lower priority runs on another worker, which may make way first."""
+
 _FREE_SECONDS = 60.0
-"""A worker that leaves devices free for this long, although a job could use them, is not claiming any jobs
-(it is draining, say)."""
+"""After this time, devices that another worker leaves free do not count any more: it is draining, say."""
+
+_AGAIN_SECONDS = 600.0
+"""How long no other jobs make way for the same job: it may not be able to start, for lack of disk space."""
+
+_MOST = 50
+"""The number of queued jobs that are considered, in the order of the queue."""
 
 
 @dataclass(frozen=True)
-class Next:
-    """The queued job that a worker would start next, if it had the devices."""
+class Waiting:
+    """A queued job, and what it needs."""
 
     id: str
     owner: str
     priority: int
-    place: float
     devices: int
     gpu_ids: frozenset[int]
     """The GPUs that it must have; empty: any."""
-    requirements: str
-    waited_seconds: float
+    requirements: str = "{}"
+    waited_seconds: float = 0.0
+
+    def has_room(self, devices: frozenset[DeviceId]) -> bool:
+        """Whether it can train on these devices."""
+        return self.gpu_ids <= devices and len(devices) >= self.devices
 
 
 @dataclass(frozen=True)
 class Occupant:
-    """A running job, with the devices that it occupies."""
+    """A running job of a worker."""
 
     id: str
     owner: str
     priority: int
-    place: float
-    devices: frozenset[int | str]
+    claimed_priority: float
+    """Its priority and age when it was claimed, in points of priority."""
+    devices: frozenset[DeviceId]
 
 
 @dataclass(frozen=True)
-class Machine:
-    """A worker, with the devices of its machine."""
+class Room:
+    """Devices for a job, once others have made way."""
 
-    worker_id: str
-    occupants: tuple[Occupant, ...]
-    """The jobs that it runs."""
-    free: frozenset[int | str]
-    """The devices that no job of any worker uses."""
+    job_id: str
+    devices: frozenset[DeviceId]
+    leaving: tuple[str, ...]
+    """The ids of the jobs that make way."""
 
 
-def decide(
-    session: Session, worker_id: str, labels: dict[str, str], *, fairly: bool = False
-) -> tuple[str, tuple[str, ...]] | None:
-    """The queued job for which a worker should interrupt some of its jobs, and the ids of these; None if it
-    should interrupt none.
+@dataclass(frozen=True)
+class WorkerView:
+    """What a worker knows of itself.
 
     Args:
-        worker_id: the worker that asks.
+        worker_id: its id.
         labels: its labels.
+        running: the devices of its jobs that may be interrupted, by job.
+        free: devices that it could use now.
+        leaving: devices that become free without any interruption.
+        one_device: whether every job trains on one device, however many it requests.
         fairly: whether keys take turns (app/usage/fair_share.py). Jobs then make way only for jobs of the
             same key, since priority has no effect between keys.
     """
-    own = session.get(Worker, worker_id)
-    if own is None:
+
+    worker_id: str
+    labels: Mapping[str, str]
+    running: Mapping[str, frozenset[DeviceId]]
+    free: frozenset[DeviceId]
+    leaving: frozenset[DeviceId] = frozenset()
+    one_device: bool = False
+    fairly: bool = False
+
+
+def find_room(session: Session, view: WorkerView) -> Room | None:
+    """The room that a worker can make for a queued job, after `promise`; None if it should make none."""
+    occupants, gone = _occupants(session, view)
+    if not occupants:
         return None
-    following = _next_job(session, frozenset(each["id"] for each in own.devices), labels, fairly=fairly)
-    if following is None or following.waited_seconds < PATIENCE_SECONDS:
-        return None
-    lower = select(Job.id).where(Job.status == "running", Job.priority < following.priority)
-    if session.scalar(lower.limit(1)) is None:
-        return None
-    return chosen(following, _machines(session, following), worker_id, fairly=fairly)
-
-
-def chosen(
-    following: Next, machines: Iterable[Machine], worker_id: str, *, fairly: bool
-) -> tuple[str, tuple[str, ...]] | None:
-    """`decide`, from what is known of the machines that may run the job."""
-    best: tuple[tuple[int, int, str], tuple[str, ...]] | None = None
-    for machine in machines:
-        if _has_room(following, machine.free) and following.waited_seconds < _FREE_SECONDS:
-            return None  # its worker will claim the job
-        leaving = making_way(following, machine, fairly=fairly)
-        if not leaving:
-            continue
-        cost = max(each.priority for each in leaving), sum(len(each.devices) for each in leaving)
-        ranked = (*cost, machine.worker_id), tuple(each.id for each in leaving)
-        if best is None or ranked < best:
-            best = ranked
-    if best is None or best[0][-1] != worker_id:
-        return None
-    return following.id, best[1]
-
-
-def making_way(following: Next, machine: Machine, *, fairly: bool) -> list[Occupant]:
-    """The jobs of a worker that make way for a queued one: those with the lowest priorities first, then those
-    that come last in the queue, and no more than necessary. Empty if they cannot make enough room."""
-    leaving: list[Occupant] = []
-    lower = [
-        each
-        for each in machine.occupants
-        if each.priority < following.priority
-        and (each.owner == following.owner or not fairly)
-        and (not following.gpu_ids or following.gpu_ids & each.devices)
-    ]
-    for each in sorted(lower, key=lambda each: (each.priority, -each.place)):
-        if _has_room(following, _freed(machine, leaving)):
-            break
-        leaving.append(each)
-    if not _has_room(following, _freed(machine, leaving)):
-        return []
-    for each in list(leaving):
-        others = [other for other in leaving if other is not each]
-        if _has_room(following, _freed(machine, others)):
-            leaving = others
-    return leaving
-
-
-def _freed(machine: Machine, leaving: Sequence[Occupant]) -> frozenset[int | str]:
-    return machine.free.union(*(each.devices for each in leaving))
-
-
-def _has_room(following: Next, free: frozenset[int | str]) -> bool:
-    return following.gpu_ids <= free and len(free) >= following.devices
-
-
-def _next_job(
-    session: Session, devices: frozenset[int | str], labels: dict[str, str], *, fairly: bool
-) -> Next | None:
-    """The job that would start next if all of these devices were free."""
-    queued_at = case((Job.not_before > Job.created_at, Job.not_before), else_=Job.created_at)
-    there = gpu_mask(device for device in devices if isinstance(device, int))
-    owner = func.coalesce(Job.owner, NO_KEY)
-    query = (
-        select(
-            Job.id, owner, Job.priority, Job.place, Job.device_count, Job.gpu_mask, Job.requirements,
-            database_now() - queued_at,
-        )
-        .where(
-            Job.status == "queued",
-            Job.not_before <= database_now(),
-            Job.device_count <= len(devices),
-            Job.gpu_mask.bitwise_and(there) == Job.gpu_mask,
-            owner.not_in(quotas.used_up(session)),
-            worker_meets(literal(json.dumps(labels)), session.get_bind().dialect.name),
-        )
-        .order_by(Job.place, Job.id)
-        .limit(1)
-    )  # fmt: skip
-    turns = [query.where(owner == each) for each in fair_share.order(session)] if fairly else [query]
-    for each in turns:
-        row = session.execute(each).one_or_none()
-        if row is not None:
-            job_id, key, priority, place, count, mask, requirements, waited = row
-            return Next(job_id, key, priority, place, count, frozenset(gpus_of(mask)), requirements, waited)
+    lowest = min(each.priority for each in occupants)
+    for waiting in _waiting(session, view, lowest, gone):
+        room = room_for(waiting, occupants, view.free | gone, fairly=view.fairly)
+        if room is not None and not _is_served_elsewhere(session, waiting, view, room, occupants):
+            return room
     return None
 
 
-def _machines(session: Session, following: Next) -> list[Machine]:
-    """The live workers that may run a job and have enough devices for it."""
-    alive = select(Worker).where(Worker.heartbeat_at > database_now() - SILENT_SECONDS)
-    workers, required = list(session.scalars(alive)), json.loads(following.requirements)
-    own = func.coalesce(Job.owner, NO_KEY)
-    running = session.execute(
-        select(Job.worker_id, Job.id, own, Job.priority, Job.place, Job.plan).where(Job.status == "running")
+def promise(session: Session, job_id: str) -> bool:
+    """Notes that a worker makes room for a job. False if another one has done so in the last ten minutes, or
+    the job has started."""
+    free = or_(Job.preempts_after.is_(None), Job.preempts_after <= database_now())
+    done = session.execute(
+        update(Job)
+        .where(Job.id == job_id, Job.status == "queued", free)
+        .values(preempts_after=database_now() + _AGAIN_SECONDS)
+        .returning(Job.id)
     )
-    occupants: dict[str, list[Occupant]] = {}
-    for worker_id, job_id, owner, priority, place, plan in running:
-        devices = frozenset(rank["gpu_id"] for rank in plan["ranks"])
-        occupants.setdefault(worker_id, []).append(Occupant(job_id, owner, priority, place, devices))
-    machines = []
-    for worker in workers:
-        devices = frozenset(each["id"] for each in worker.devices)
-        if not (meets(worker.labels, required) and _has_room(following, devices)):
-            continue
-        beside = [each.id for each in workers if each.hostname == worker.hostname]
-        taken = frozenset[int | str]().union(
-            *(each.devices for name in beside for each in occupants.get(name, ()))
+    return done.scalar() is not None
+
+
+def room_for(
+    waiting: Waiting, occupants: Iterable[Occupant], free: frozenset[DeviceId], *, fairly: bool
+) -> Room | None:
+    """The devices for a job if others make way: those with the lowest priorities, and no more than necessary.
+    None if it needs none to do so, or if they cannot make enough room.
+
+    Args:
+        free: devices that are free, or will be soon.
+    """
+    if waiting.has_room(free):
+        return None
+    leaving: list[Occupant] = []
+    lower = [
+        each
+        for each in occupants
+        if each.priority < waiting.priority
+        and each.claimed_priority < waiting.priority
+        and (each.owner == waiting.owner or not fairly)
+        and (not waiting.gpu_ids or waiting.gpu_ids & each.devices)
+    ]
+    for each in sorted(lower, key=lambda each: (each.priority, each.claimed_priority, each.id)):
+        if waiting.has_room(_freed(free, leaving)):
+            break
+        leaving.append(each)
+    if not waiting.has_room(_freed(free, leaving)):
+        return None
+    for each in list(leaving):
+        others = [other for other in leaving if other is not each]
+        if waiting.has_room(_freed(free, others)):
+            leaving = others
+    freed = _freed((), leaving)
+    in_order = [*sorted(freed, key=str), *sorted(free - freed, key=str)]
+    chosen = frozenset[DeviceId](waiting.gpu_ids or in_order[: waiting.devices])
+    return Room(waiting.id, chosen, tuple(each.id for each in leaving))
+
+
+def _freed(free: Iterable[DeviceId], leaving: Iterable[Occupant]) -> frozenset[DeviceId]:
+    return frozenset(free).union(*(each.devices for each in leaving))
+
+
+def still_waits(session: Session, job_id: str) -> bool:
+    """Whether a job for which there is room is still queued, and may start now."""
+    waits = select(Job.id).where(
+        Job.id == job_id, Job.status == "queued", Job.requested.is_(None), Job.not_before <= database_now()
+    )
+    return session.scalar(waits) is not None
+
+
+def _occupants(session: Session, view: WorkerView) -> tuple[list[Occupant], frozenset[DeviceId]]:
+    """The jobs of a worker that may make way; and the devices that become free without that."""
+    rows = session.execute(
+        select(
+            Job.id, func.coalesce(Job.owner, NO_KEY), Job.priority, Job.requested,
+            (Attempt.claimed_at - Job.place) / AGEING_SECONDS,
         )
-        machines.append(Machine(worker.id, tuple(occupants.get(worker.id, ())), devices - taken))
-    return machines
+        .join(Attempt, and_(Attempt.job_id == Job.id, Attempt.attempt == Job.attempt))
+        .where(Job.id.in_(view.running), Job.status == "running", Job.worker_id == view.worker_id)
+    )  # fmt: skip
+    found, gone = [], set(view.leaving)
+    requested: RequestedAction | None
+    for job_id, owner, priority, requested, claimed in rows:
+        if requested is not None:  # it is about to be paused, cancelled or finished
+            gone |= view.running[job_id]
+        else:
+            found.append(Occupant(job_id, owner, priority, claimed, view.running[job_id]))
+    return found, frozenset(gone)
+
+
+def _waiting(session: Session, view: WorkerView, lowest: int, gone: frozenset[DeviceId]) -> list[Waiting]:
+    """The first queued jobs that a worker could run, with more than the lowest of its jobs' priorities."""
+    queued_at = case((Job.not_before > Job.created_at, Job.not_before), else_=Job.created_at)
+    devices = (view.free | gone).union(*view.running.values())
+    there = gpu_mask(device for device in devices if isinstance(device, int))
+    needed = literal(1) if view.one_device else Job.device_count
+    owner = func.coalesce(Job.owner, NO_KEY)
+    rows = session.execute(
+        select(
+            Job.id, owner, Job.priority, needed, Job.gpu_mask, Job.requirements, database_now() - queued_at
+        )
+        .where(
+            Job.status == "queued",
+            Job.requested.is_(None),
+            Job.not_before <= database_now(),
+            queued_at <= database_now() - PATIENCE_SECONDS,
+            or_(Job.preempts_after.is_(None), Job.preempts_after <= database_now()),
+            Job.priority > lowest,
+            needed <= len(devices),
+            Job.gpu_mask.bitwise_and(there) == Job.gpu_mask,
+            owner.not_in(quotas.used_up(session)),
+            worker_meets(literal(json.dumps(dict(view.labels))), session.get_bind().dialect.name),
+        )
+        .order_by(Job.place, Job.id)
+        .limit(_MOST)
+    )
+    return [
+        Waiting(
+            job_id, key, priority, 1 if view.one_device else count, frozenset(gpus_of(mask)), labels, waited
+        )
+        for job_id, key, priority, count, mask, labels, waited in rows
+    ]
+
+
+def _is_served_elsewhere(
+    session: Session, waiting: Waiting, view: WorkerView, room: Room, occupants: Iterable[Occupant]
+) -> bool:
+    """Whether another worker can start a job soon: it has free devices, or runs jobs with lower priorities
+    than those that would make way here."""
+    if waiting.waited_seconds >= _FREE_SECONDS:
+        return False
+    alive = select(Worker).where(Worker.heartbeat_at > database_now() - SILENT_SECONDS)
+    workers = [each for each in session.scalars(alive) if each.id != view.worker_id]
+    required = json.loads(waiting.requirements)
+    able = [
+        each
+        for each in workers
+        if meets(each.labels, required)
+        and waiting.has_room(frozenset(device["id"] for device in each.devices))
+    ]
+    if not able:
+        return False
+    highest = max(each.priority for each in occupants if each.id in room.leaving)
+    running = session.execute(
+        select(Job.worker_id, Job.priority, Job.device_count).where(
+            Job.status == "running", Job.worker_id.in_([each.id for each in able])
+        )
+    ).all()
+    if waiting.waited_seconds < _ELSEWHERE_SECONDS and any(row.priority < highest for row in running):
+        return True
+    used = {each.id: sum(row.device_count for row in running if row.worker_id == each.id) for each in able}
+    return any(len(each.devices) - used[each.id] >= waiting.devices for each in able)

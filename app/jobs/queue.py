@@ -88,6 +88,8 @@ class Offer:
     more than `of_worker`. No worker that meets these requirements has as many."""
     of_worker: int = MAX_DEVICES
     """How many devices this worker has."""
+    only: str | None = None
+    """The only job that may start; None: any."""
 
 
 ONE_DEVICE = Offer(1)
@@ -160,7 +162,9 @@ def _claim(dialect: str) -> Any:
     jobs: Any = Job.__table__
     free_gpus: BindParameter[int] = bindparam("free_gpus", type_=BigInteger)
     owner: BindParameter[str | None] = bindparam("owner", type_=String)
+    only: BindParameter[str | None] = bindparam("only", type_=String)
     fits = and_(
+        or_(only.is_(None), jobs.c.id == only),
         or_(
             jobs.c.device_count <= bindparam("free_devices", type_=Integer),
             jobs.c.device_count > bindparam("shrink_above", type_=Integer),
@@ -231,10 +235,11 @@ def claim(
         "before_place": free.before_place,
         "shrink_above": free.shrink_above,
         "of_worker": free.of_worker,
+        "only": free.only,
         "shrinkable": json.dumps(free.shrinkable),
         "used_up": json.dumps(quotas.used_up(session)),
     }
-    owners = fair_share.order(session) if fairly else [None]
+    owners = fair_share.order(session) if fairly and free.only is None else [None]
     claimed = next(
         (found for owner in owners if (found := _CLAIM.run(session, {**values, "owner": owner}))), []
     )

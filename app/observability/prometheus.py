@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
-from sqlalchemy import func, select
+from sqlalchemy import case, func, select
 
 from app.contract.states import JobStatus
 from app.devices import gpus
@@ -97,9 +97,13 @@ def _waiting(session: Session) -> Metric:
 
 
 def _oldest(session: Session) -> Metric:
-    since = session.scalar(select(database_now() - func.min(Job.created_at)).where(Job.status == "queued"))
-    text = "Time since the oldest queued job was submitted; 0 if no job is queued"
-    return GaugeMetricFamily("accrue_queue_oldest_seconds", text, value=since or 0.0)
+    queued_at = case((Job.not_before > Job.created_at, Job.not_before), else_=Job.created_at)
+    waits = select(database_now() - func.min(queued_at)).where(Job.status == "queued")
+    since = max(0.0, session.scalar(waits) or 0.0)  # a job may wait before its next attempt
+    text = (
+        "Longest time that a queued job has waited, since it was submitted or last ran; 0 if none is queued"
+    )
+    return GaugeMetricFamily("accrue_queue_oldest_seconds", text, value=since)
 
 
 def _counters(session: Session) -> Iterable[Metric]:

@@ -93,6 +93,8 @@ class Job(Owned, Base):
     """The place in the queue, lowest first: the time of submission, minus a bonus for priority."""
     not_before: Mapped[float]
     """The earliest time of the next claim: after a crash, the job waits."""
+    preempts_after: Mapped[float | None]
+    """The earliest time at which other jobs may make way for it again; null if none did yet."""
 
     model_name: Mapped[str]
     user_id: Mapped[Any] = mapped_column(Json, nullable=True)

@@ -1,4 +1,4 @@
-"""Which jobs make way: those with lower priorities, no more than necessary, by the decision of one worker."""
+"""Which jobs make way: those with lower priorities, no more than necessary, and on one worker only."""
 
 import random
 from typing import Any
@@ -10,78 +10,69 @@ from sqlalchemy import update
 
 from app.devices import live_workers
 from app.jobs import preemption, queue
-from app.jobs.preemption import Machine, Next, Occupant, chosen, making_way
+from app.jobs.placement import DeviceId
+from app.jobs.preemption import Occupant, Room, Waiting, WorkerView, room_for
+from app.jobs.queue import AGEING_SECONDS, Offer
 from app.jobs.transitions import Fence
 from app.storage.database import Database, database_now
 from app.storage.tables import Job, Worker
 from tests.harness.submissions import submitted
 
-DEVICES = tuple(range(8))
-LONG = 1e6
+
+def waiting(
+    priority: int = 5, devices: int = 1, gpu_ids: frozenset[int] = frozenset(), owner: str = ""
+) -> Waiting:
+    return Waiting("urgent", owner, priority, devices, gpu_ids)
 
 
-def next_job(
-    priority: int = 5, devices: int = 1, gpu_ids: frozenset[int] = frozenset(), **fields: Any
-) -> Next:
-    own = {"id": "next", "owner": "", "place": 0.0, "requirements": "{}", "waited_seconds": 20.0, **fields}
-    return Next(priority=priority, devices=devices, gpu_ids=gpu_ids, **own)
+def occupant(
+    name: str, priority: int, *devices: int, claimed: float | None = None, owner: str = ""
+) -> Occupant:
+    own = priority if claimed is None else claimed
+    return Occupant(name, owner, priority, own, frozenset(devices))
 
 
-def occupant(name: str, priority: int, *devices: int, place: float = 0.0, owner: str = "") -> Occupant:
-    return Occupant(name, owner, priority, place, frozenset(devices))
+def leaving(
+    own: Waiting, *occupants: Occupant, free: tuple[int, ...] = (), fairly: bool = False
+) -> list[str] | None:
+    room = room_for(own, occupants, frozenset(free), fairly=fairly)
+    return None if room is None else list(room.leaving)
 
 
-def machine(name: str, *occupants: Occupant, free: tuple[int, ...] = ()) -> Machine:
-    return Machine(name, occupants, frozenset(free))
-
-
-def names(occupants: list[Occupant]) -> list[str]:
-    return [each.id for each in occupants]
-
-
-def test_the_lowest_priority_and_then_the_newest_makes_way() -> None:
-    own = machine(
-        "a", occupant("high", 4, 0), occupant("old", 1, 1, place=1.0), occupant("new", 1, 2, place=2.0)
-    )
-    assert names(making_way(next_job(), own, fairly=False)) == ["new"]
-    assert names(making_way(next_job(devices=2), own, fairly=False)) == ["new", "old"]
-    assert names(making_way(next_job(devices=3), own, fairly=False)) == ["new", "old", "high"]
-    assert making_way(next_job(devices=4), own, fairly=False) == []
+def test_the_lowest_priority_makes_way_first() -> None:
+    jobs = [occupant("high", 4, 0), occupant("low", 1, 1), occupant("lower", 0, 2)]
+    assert leaving(waiting(), *jobs) == ["lower"]
+    assert leaving(waiting(devices=2), *jobs) == ["lower", "low"]
+    assert leaving(waiting(devices=3), *jobs) == ["lower", "low", "high"]
+    assert leaving(waiting(devices=4), *jobs) is None
 
 
 def test_equal_priorities_do_not_make_way() -> None:
-    own = machine("a", occupant("same", 5, 0), occupant("higher", 6, 1))
-    assert making_way(next_job(priority=5), own, fairly=False) == []
+    assert leaving(waiting(5), occupant("same", 5, 0), occupant("higher", 6, 1)) is None
+
+
+def test_a_job_that_was_preferred_for_its_age_keeps_its_devices() -> None:
+    assert leaving(waiting(5), occupant("aged", 0, 0, claimed=5.5)) is None
+    assert leaving(waiting(5), occupant("young", 0, 0, claimed=4.5)) == ["young"]
 
 
 def test_free_devices_are_used_first_and_no_job_leaves_in_vain() -> None:
-    own = machine("a", occupant("small", 0, 0), occupant("wide", 1, 1, 2, 3), free=(4,))
-    assert names(making_way(next_job(devices=2), own, fairly=False)) == ["small"]
-    assert names(making_way(next_job(devices=4), own, fairly=False)) == ["wide"]
+    jobs = [occupant("small", 0, 0), occupant("wide", 1, 1, 2, 3)]
+    assert leaving(waiting(devices=2), *jobs, free=(4,)) == ["small"]
+    assert leaving(waiting(devices=4), *jobs, free=(4,)) == ["wide"]
+    assert leaving(waiting(), *jobs, free=(4,)) is None, "it can start now"
 
 
 def test_a_job_gets_the_gpus_that_it_names() -> None:
-    own = machine("a", occupant("other", 0, 0), occupant("its", 1, 1), free=(2,))
-    wanted = next_job(devices=2, gpu_ids=frozenset({1, 2}))
-    assert names(making_way(wanted, own, fairly=False)) == ["its"]
+    own = waiting(devices=2, gpu_ids=frozenset({1, 2}))
+    room = room_for(own, [occupant("other", 0, 0), occupant("its", 1, 1)], frozenset([2]), fairly=False)
+    assert room == Room("urgent", frozenset({1, 2}), ("its",))
 
 
 def test_with_fair_share_only_jobs_of_the_same_key_make_way() -> None:
-    own = machine("a", occupant("other", 0, 0, owner="key-2"), occupant("own", 1, 1, owner="key-1"))
-    assert names(making_way(next_job(owner="key-1"), own, fairly=True)) == ["own"]
-    assert names(making_way(next_job(owner="key-1"), own, fairly=False)) == ["other"]
-
-
-def test_one_worker_interrupts_where_least_is_lost() -> None:
-    machines = [machine("a", occupant("one", 2, 0)), machine("b", occupant("two", 1, 0))]
-    assert chosen(next_job(), machines, "a", fairly=False) is None
-    assert chosen(next_job(), machines, "b", fairly=False) == ("next", ("two",))
-
-
-def test_nobody_makes_way_if_a_worker_has_a_free_device_unless_it_does_not_take_the_job() -> None:
-    machines = [machine("a", occupant("one", 2, 0)), machine("b", free=(0,))]
-    assert chosen(next_job(), machines, "a", fairly=False) is None
-    assert chosen(next_job(waited_seconds=90.0), machines, "a", fairly=False) == ("next", ("one",))
+    jobs = [occupant("other", 0, 0, owner="key-2"), occupant("own", 1, 1, owner="key-1")]
+    assert leaving(waiting(owner="key-1"), *jobs, fairly=True) == ["own"]
+    assert leaving(waiting(owner="key-1"), *jobs) == ["other"]
 
 
 @given(
@@ -95,113 +86,185 @@ def test_enough_and_no_more(
 ) -> None:
     ids = iter(range(100))
     occupants = [
-        occupant(str(n), priority, *(next(ids) for _ in range(count)), place=chance.random())
+        occupant(str(n), priority, *(next(ids) for _ in range(count)), claimed=priority + chance.random() * 9)
         for n, (priority, count) in enumerate(jobs)
     ]
-    own = machine("a", *occupants, free=tuple(next(ids) for _ in range(free)))
-    leaving = making_way(next_job(devices=devices), own, fairly=False)
-    lower = [each for each in occupants if each.priority < 5]
+    unused = frozenset[DeviceId](next(ids) for _ in range(free))
+    room = room_for(waiting(devices=devices), occupants, unused, fairly=False)
+    lower = [each for each in occupants if each.priority < 5 and each.claimed_priority < 5]
     possible = free + sum(len(each.devices) for each in lower) >= devices
-    assert bool(leaving) == (possible and free < devices)
-    assert all(each in lower for each in leaving)
-    for each in leaving:
-        assert free + sum(len(other.devices) for other in leaving if other is not each) < devices
+    assert (room is not None) == (possible and free < devices)
+    if room is not None:
+        gone = [each for each in lower if each.id in room.leaving]
+        assert len(gone) == len(room.leaving)
+        assert len(room.devices) == devices
+        assert room.devices <= unused.union(*(each.devices for each in gone))
+        for each in gone:
+            assert free + sum(len(other.devices) for other in gone if other is not each) < devices
 
 
 def beat(database: Database, worker_id: str, devices: int = 1, **fields: Any) -> None:
     own = [{"id": number, "name": "H100", "kind": "cuda", "memory_bytes": 2**36} for number in range(devices)]
-    host = fields.pop("hostname", worker_id)
-    worker = Worker(id=worker_id, hostname=host, started_at=None, devices=own, running=[], **fields)
+    worker = Worker(id=worker_id, hostname=worker_id, started_at=None, devices=own, running=[], **fields)
     with database.writing() as session:
         live_workers.beat(session, worker)
 
 
-def running(database: Database, worker_id: str, gpu_id: int = 0, **changes: Any) -> Fence:
-    """A job that runs on a worker's GPU."""
+def running(database: Database, worker_id: str, aged: float = 0.0, **changes: Any) -> Fence:
+    """A job that a worker runs, after it waited so long that it counted as much as `aged` points."""
     job_id = submitted(database, **changes)
     with database.writing() as session:
-        session.execute(update(Job).where(Job.id == job_id).values(place=-LONG))
-        fence = queue.claim(session, worker_id, 60.0)
+        place = Job.place - aged * AGEING_SECONDS
+        session.execute(update(Job).where(Job.id == job_id).values(place=place))
+        fence = queue.claim(session, worker_id, 60.0, Offer(8, only=job_id))
         assert fence is not None
-        assert fence.job_id == job_id
-        session.execute(update(Job).where(Job.id == job_id).values(plan={"ranks": [{"gpu_id": gpu_id}]}))
     return fence
 
 
-def waits(database: Database, seconds: float = 20.0, **changes: Any) -> str:
+def waits(database: Database, seconds: float = 30.0, devices: int = 1, **changes: Any) -> str:
     """A job that has waited in the queue."""
     job_id = submitted(database, **changes)
     with database.writing() as session:
-        session.execute(update(Job).where(Job.id == job_id).values(created_at=database_now() - seconds))
+        values = {"created_at": database_now() - seconds, "device_count": devices}
+        session.execute(update(Job).where(Job.id == job_id).values(values))
     return job_id
 
 
-def decided(database: Database, worker_id: str, **labels: str) -> tuple[str, tuple[str, ...]] | None:
+def view(*fences: Fence, free: tuple[int, ...] = (), **fields: Any) -> WorkerView:
+    """A worker whose jobs run on its devices 0, 1, …"""
+    own = {fence.job_id: frozenset[DeviceId]([number]) for number, fence in enumerate(fences)}
+    worker_id = fences[0].worker_id if fences else "worker-1"
+    fields = {"worker_id": worker_id, "labels": {}, "running": own, "free": frozenset(free), **fields}
+    return WorkerView(**fields)
+
+
+def found(database: Database, own: WorkerView) -> Room | None:
     with database.reading() as session:
-        return preemption.decide(session, worker_id, labels)
+        return preemption.find_room(session, own)
 
 
-def test_a_job_with_a_higher_priority_takes_the_place_of_another(database: Database) -> None:
+def test_a_job_with_a_higher_priority_gets_the_device_of_another(database: Database) -> None:
     beat(database, "worker-1")
     fence = running(database, "worker-1")
     urgent = waits(database, priority=1)
-    assert decided(database, "worker-1") == (urgent, (fence.job_id,))
+    assert found(database, view(fence)) == Room(urgent, frozenset([0]), (fence.job_id,))
     with database.writing() as session:
-        queue.make_way(session, fence, "an urgent job needs its device")
+        queue.make_way(session, fence, "a job with a higher priority needs its device")
     with database.writing() as session:
         first = queue.claim(session, "worker-1", 60.0)
         second = queue.claim(session, "worker-1", 60.0)
     assert (first and first.job_id, second and second.job_id) == (urgent, fence.job_id)
 
 
+def test_room_is_made_once_for_a_job(database: Database) -> None:
+    beat(database, "worker-1")
+    fence, urgent = running(database, "worker-1"), waits(database, priority=1)
+    with database.writing() as session:
+        assert preemption.promise(session, urgent)
+        assert not preemption.promise(session, urgent)
+    assert found(database, view(fence)) is None
+    with database.writing() as session:
+        session.execute(update(Job).where(Job.id == urgent).values(preempts_after=database_now() - 1))
+    assert found(database, view(fence)) is not None
+
+
 @pytest.mark.parametrize(
     ("seconds", "changes"),
-    [(5.0, {"priority": 9}), (20.0, {"priority": 0}), (20.0, {"priority": 9, "paused": True})],
+    [(5.0, {"priority": 9}), (30.0, {"priority": 0}), (30.0, {"priority": 9, "paused": True})],
     ids=["waits for a moment only", "same priority", "paused"],
 )
 def test_nothing_makes_way_without_need(database: Database, seconds: float, changes: dict[str, Any]) -> None:
     beat(database, "worker-1")
-    running(database, "worker-1")
-    waits(database, seconds, **changes)
-    assert decided(database, "worker-1") is None
-
-
-def test_jobs_make_way_for_the_next_job_alone(database: Database) -> None:
-    """The freed device would go to the older job, which is ahead."""
-    beat(database, "worker-1")
-    running(database, "worker-1", priority=1)
-    old = waits(database, priority=0)
-    with database.writing() as session:
-        session.execute(update(Job).where(Job.id == old).values(place=-LONG))
-    waits(database, priority=2)
-    assert decided(database, "worker-1") is None
-
-
-def test_workers_of_one_machine_know_each_others_devices(database: Database) -> None:
-    beat(database, "worker-1", hostname="h")
-    beat(database, "worker-2", hostname="h")
     fence = running(database, "worker-1")
-    urgent = waits(database, priority=1)
-    assert decided(database, "worker-2") is None
-    assert decided(database, "worker-1") == (urgent, (fence.job_id,))
+    waits(database, seconds, **changes)
+    assert found(database, view(fence)) is None
 
 
-def test_only_workers_with_the_required_labels_count(database: Database) -> None:
-    beat(database, "worker-1", labels={"zone": "a"})
-    beat(database, "worker-2", labels={"zone": "b"})
-    running(database, "worker-1")
-    theirs = running(database, "worker-2", priority=1)
-    urgent = waits(database, priority=2, requirements={"zone": "b"})
-    assert decided(database, "worker-1", zone="a") is None
-    assert decided(database, "worker-2", zone="b") == (urgent, (theirs.job_id,))
+def test_a_job_that_waited_for_long_keeps_its_device(database: Database) -> None:
+    beat(database, "worker-1")
+    fence = running(database, "worker-1", aged=11.0)
+    waits(database, priority=10)
+    assert found(database, view(fence)) is None
+    waits(database, priority=12)
+    assert found(database, view(fence)) is not None
 
 
-def test_a_wide_job_needs_several(database: Database) -> None:
+@pytest.mark.parametrize("requested", ["pause", "cancel", "stop"])
+def test_a_job_that_leaves_anyway_is_not_interrupted_and_frees_its_device(
+    database: Database, requested: str
+) -> None:
     beat(database, "worker-1", devices=2)
-    one, two = running(database, "worker-1", 0), running(database, "worker-1", 1)
-    urgent = waits(database, priority=1)
+    going, staying = running(database, "worker-1"), running(database, "worker-1")
+    waits(database, priority=1)
     with database.writing() as session:
-        session.execute(update(Job).where(Job.id == urgent).values(device_count=2))
-    found = decided(database, "worker-1")
-    assert found is not None
-    assert (found[0], set(found[1])) == (urgent, {one.job_id, two.job_id})
+        session.execute(update(Job).where(Job.id == going.job_id).values(requested=requested))
+    assert found(database, view(going, staying)) is None
+    wide = waits(database, devices=2, priority=1)
+    assert found(database, view(going, staying)) == Room(wide, frozenset([0, 1]), (staying.job_id,))
+
+
+def test_a_job_that_only_saves_its_model_interrupts_none(database: Database) -> None:
+    beat(database, "worker-1")
+    fence, urgent = running(database, "worker-1"), waits(database, priority=1)
+    with database.writing() as session:
+        session.execute(update(Job).where(Job.id == urgent).values(requested="stop"))
+    assert found(database, view(fence)) is None
+
+
+def test_a_job_behind_one_that_cannot_be_satisfied_is_served(database: Database) -> None:
+    beat(database, "worker-1", devices=2)
+    low, high = running(database, "worker-1"), running(database, "worker-1", priority=9)
+    waits(database, devices=2, priority=5)
+    urgent = waits(database, priority=4)
+    assert found(database, view(low, high)) == Room(urgent, frozenset([0]), (low.job_id,))
+
+
+def test_unusable_devices_do_not_count(database: Database) -> None:
+    """A GPU that failed is among the worker's devices, but not among the free ones."""
+    beat(database, "worker-1", devices=2)
+    fence, urgent = running(database, "worker-1"), waits(database, priority=1)
+    assert found(database, view(fence)) == Room(urgent, frozenset([0]), (fence.job_id,))
+    assert found(database, view(fence, free=(1,))) is None
+
+
+def test_a_free_worker_takes_the_job_unless_it_does_not(database: Database) -> None:
+    beat(database, "worker-1")
+    beat(database, "worker-2")
+    fence = running(database, "worker-1")
+    waits(database, 30.0, priority=1)
+    assert found(database, view(fence)) is None
+    waits(database, 90.0, priority=1)
+    assert found(database, view(fence)) is not None, "worker-2 may be draining"
+
+
+def test_the_worker_with_the_lowest_priority_goes_first_but_others_do_not_wait_for_ever(
+    database: Database,
+) -> None:
+    beat(database, "worker-1")
+    beat(database, "worker-2")
+    one, other = running(database, "worker-1", priority=1), running(database, "worker-2", priority=0)
+    waits(database, 15.0, priority=2)
+    assert found(database, view(one)) is None
+    assert found(database, view(other)) is not None
+    waits(database, 25.0, priority=2)
+    assert found(database, view(one)) is not None
+
+
+def test_only_jobs_that_the_worker_may_run_count(database: Database) -> None:
+    beat(database, "worker-1", labels={"zone": "a"})
+    fence = running(database, "worker-1")
+    urgent = waits(database, priority=2, requirements={"zone": "b"})
+    assert found(database, view(fence, labels={"zone": "a"})) is None
+    assert found(database, view(fence, labels={"zone": "b"})) == Room(urgent, frozenset([0]), (fence.job_id,))
+
+
+def test_a_wide_job_needs_several_but_only_one_where_jobs_train_on_one(database: Database) -> None:
+    beat(database, "worker-1", devices=2)
+    one, two = running(database, "worker-1"), running(database, "worker-1")
+    waits(database, devices=2, priority=1)
+    room = found(database, view(one, two))
+    assert room is not None
+    assert set(room.leaving) == {one.job_id, two.job_id}
+    alone = found(database, view(one, two, one_device=True))
+    assert alone is not None
+    assert len(alone.leaving) == len(alone.devices) == 1

@@ -10,7 +10,8 @@ from app.settings import Settings
 
 
 @pytest.mark.parametrize(
-    ("offline", "given", "expected"), [(True, None, "1"), (True, "0", "0"), (False, None, None)]
+    ("offline", "given", "expected"),
+    [(True, None, "1"), (True, "", "1"), (True, "0", "0"), (False, None, None)],
 )
 def test_an_offline_worker_downloads_no_model(
     settings: Settings,
@@ -20,9 +21,9 @@ def test_an_offline_worker_downloads_no_model(
     expected: str | None,
 ) -> None:
     """Its trainers would: huggingface_hub in them reads HF_HUB_OFFLINE, which is passed on."""
-    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    if given is not None:
-        monkeypatch.setenv("HF_HUB_OFFLINE", given)
+    monkeypatch.setenv("HF_HUB_OFFLINE", given or "")  # also restores it afterwards
+    if given is None:
+        monkeypatch.delenv("HF_HUB_OFFLINE")
     monkeypatch.setattr(module, "get_settings", lambda: settings.model_copy(update={"offline": offline}))
     monkeypatch.setattr(module, "end_with_parent", lambda: None)
     monkeypatch.setattr(module.signal, "signal", lambda *_: None)
@@ -38,4 +39,3 @@ def test_an_offline_worker_downloads_no_model(
     monkeypatch.setattr(module, "Supervisor", NoSupervisor)
     module.main()
     assert found == [expected]
-    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)

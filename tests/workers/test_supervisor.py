@@ -541,3 +541,80 @@ def warmth(database: Database, job_id: str) -> float | None:
     with database.reading() as session:
         own = select(StepMetric.temperature_celsius).where(StepMetric.job_id == job_id)
         return session.scalar(own.order_by(StepMetric.step.desc()).limit(1))
+
+
+def test_devices_are_held_until_all_jobs_have_made_way(
+    settings: Settings, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The two jobs need different times for their checkpoints, and a third one waits for any free device."""
+    seconds = iter((0.5, 3.0, 0.5))
+    honest = subprocess.Popen
+
+    def started(_: Any, **named: Any) -> Any:
+        script = f'trap "sleep {next(seconds)}; exit 75" TERM; while true; do sleep 0.05; done'
+        return honest(["sh", "-c", script], **named)
+
+    changes = {"poll_seconds": 0.05, "cpu_threads": 2, "cpu_devices": 2, "lease_seconds": 600}
+    chosen = settings.model_copy(update={**changes, "preemption": True})
+    supervisor = Supervisor(chosen, database, Slots(on_cpu=True, cpu_devices=2))
+    low = [endless(settings, database) for _ in range(2)]
+    supervisor.leases.beat(database)
+    monkeypatch.setattr("workers.trainer_process.subprocess.Popen", started)
+    turn(supervisor)
+    assert len(supervisor.running) == 2
+    backlog, wide = endless(settings, database), endless(settings, database)
+    with database.writing() as session:
+        urgent = {
+            "priority": 10,
+            "device_count": 2,
+            "created_at": Job.created_at - 20.0,
+            "place": Job.place - 6000,
+        }
+        session.execute(update(Job).where(Job.id == wide).values(urgent))
+    try:
+        ends = time.monotonic() + 60
+        while job(database, wide).status != "running" and time.monotonic() < ends:
+            turn(supervisor)
+            supervisor._make_way()
+            assert job(database, backlog).attempt == 0
+        assert job(database, wide).status == "running"
+        assert [(job(database, each).status, job(database, each).attempt) for each in low] == [
+            ("queued", 1)
+        ] * 2
+        assert len(supervisor.running) == 1
+        supervisor._make_way_at = 0.0
+        supervisor._make_way()
+        assert job(database, wide).status == "running", "nothing makes way for jobs with lower priorities"
+    finally:
+        end_all(supervisor)
+
+
+def test_held_devices_are_given_back_if_the_job_no_longer_waits(
+    settings: Settings, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = subprocess.Popen
+    script = 'trap "sleep 1; exit 75" TERM; while true; do sleep 0.05; done'
+    chosen = settings.model_copy(update={"poll_seconds": 0.05, "lease_seconds": 600, "preemption": True})
+    supervisor = Supervisor(chosen, database, Slots(on_cpu=True))
+    low = endless(settings, database)
+    supervisor.leases.beat(database)
+    monkeypatch.setattr(
+        "workers.trainer_process.subprocess.Popen", lambda _, **named: honest(["sh", "-c", script], **named)
+    )
+    turn(supervisor)
+    urgent = endless(settings, database)
+    with database.writing() as session:
+        values = {"priority": 10, "created_at": Job.created_at - 20.0}
+        session.execute(update(Job).where(Job.id == urgent).values(values))
+    try:
+        supervisor._make_way()
+        assert urgent in supervisor._rooms
+        with database.writing() as session:
+            lifecycle.cancel(session, urgent)
+        ends = time.monotonic() + 60
+        while job(database, low).attempt == 1 and time.monotonic() < ends:
+            turn(supervisor)
+        assert (job(database, low).status, job(database, low).attempt) == ("running", 2)
+        assert not supervisor._rooms
+    finally:
+        end_all(supervisor)

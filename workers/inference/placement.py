@@ -16,7 +16,9 @@ from workers.slots import Slots
 from workers.training.host_memory import available_on_host
 
 _LOOKING_SECONDS = 0.03
-"""The longest that a worker usually takes to look for jobs; answers wait meanwhile."""
+"""The longest that a worker usually takes to look for jobs; all answers wait meanwhile."""
+_WAITS_EVERY_SECONDS = 1.0
+"""How often that is waited for at most, however many GPUs and requests there are."""
 
 _FULL = 0.9
 """The share of a device's memory that a model may take."""
@@ -61,6 +63,7 @@ class Placement:
     slots: Slots
     training_needs_gpus: Callable[[], bool]
     """Whether training needs the GPUs."""
+    _waits_again_at: float = 0.0
 
     def place(self, model: ModelReference) -> Place:
         """The place for a model.
@@ -90,9 +93,14 @@ class Placement:
 
     def _lock_of(self, device: Device) -> int | None:
         """The device's lock; None if the device is in use. A worker that looks for jobs holds the locks of
-        free devices for a moment."""
-        ends = time.monotonic() + _LOOKING_SECONDS
-        while (lock := self.locks.take(device)) is None and time.monotonic() < ends:
+        free devices for a moment, so a lock is tried again now and then."""
+        if (lock := self.locks.take(device)) is not None:
+            return lock
+        now = time.monotonic()
+        if now < self._waits_again_at:
+            return None
+        self._waits_again_at = now + _WAITS_EVERY_SECONDS
+        while (lock := self.locks.take(device)) is None and time.monotonic() < now + _LOOKING_SECONDS:
             time.sleep(0.01)
         return lock
 

@@ -129,12 +129,13 @@ _TAG = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,127}")
 
 def is_transient(error: Exception) -> bool:
     """Whether a failed download may succeed later: the hub could not be reached, or failed itself."""
+    from huggingface_hub import constants
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     if isinstance(error, HfHubHTTPError):
         return error.response is None or error.response.status_code in _TRANSIENT
     if isinstance(error, LocalEntryNotFoundError):
-        return not os.environ.get("HF_HUB_OFFLINE")
+        return not constants.HF_HUB_OFFLINE
     return type(error).__module__.startswith(("httpx", "httpcore")) or isinstance(error, ConnectionError)
 
 

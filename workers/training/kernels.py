@@ -228,15 +228,16 @@ def _liger(model: Any) -> Kernels | None:
 _ROTARY = "apply_rotary_pos_emb"
 """The function of transformers' models that applies rotary embeddings."""
 
-_NUMBERS_OF_ROWS = 4
+_NUMBERS_OF_ROWS = 12
 
 
 def for_few_numbers_of_rows(
     fast: Callable[..., tuple[Tensor, Tensor]], own: Callable[..., tuple[Tensor, Tensor]]
 ) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Rotary embeddings by a kernel for the first four numbers of rows that occur, and by the model's own
+    """Rotary embeddings by a kernel for the first twelve numbers of rows that occur, and by the model's own
     operators for all others. liger-kernel compiles its kernel anew for each number of rows, which takes as
-    long as a whole window, and the rows of padded micro-batches vary.
+    long as a whole window, and the rows of padded micro-batches vary. (The checks before the first step
+    already use up to four numbers.)
 
     Args:
         fast: the kernel; its first argument is of shape (rows, heads, sequence, width).
