@@ -2,6 +2,7 @@
 
 import gc
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -18,9 +19,28 @@ _STREAMS_END_SECONDS = 2
 """How long event streams may go on after SIGTERM; their clients reconnect by themselves."""
 
 
+Host = Annotated[
+    str | None,
+    typer.Option(help="Address to listen on; default: ACCRUE_HOST or 127.0.0.1", show_default=False),
+]
+Port = Annotated[
+    int | None,
+    typer.Option(
+        min=1, max=65535, help="Port to listen on; default: ACCRUE_PORT or 8000", show_default=False
+    ),
+]
+
+
+def _listen_on(host: str | None, port: int | None) -> None:
+    """Sets the address for this process and for those that it starts."""
+    given = {"ACCRUE_HOST": host, "ACCRUE_PORT": None if port is None else str(port)}
+    os.environ.update({name: value for name, value in given.items() if value is not None})
+
+
 @commands.command()
-def up() -> None:
+def up(host: Host = None, port: Port = None) -> None:
     """Run the service and a worker together; Ctrl-C ends both."""
+    _listen_on(host, port)
     from app.runtime.processes import check_port
     from app.runtime.processes import up as run
     from app.settings import get_settings
@@ -32,8 +52,9 @@ def up() -> None:
 
 
 @commands.command()
-def serve() -> None:
+def serve(host: Host = None, port: Port = None) -> None:
     """Run the service alone."""
+    _listen_on(host, port)
     gc.disable()  # loading the modules creates no garbage to collect
     import uvicorn
 
