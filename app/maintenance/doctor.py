@@ -16,8 +16,10 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from app.contract.architecture import BUILT_IN_MODEL
 from app.devices import gpus
+from app.errors import BadSetting, Unavailable
 from app.models import base_models
 from app.planning.devices import GIB
+from app.security.oidc import provider_of
 from app.settings import Settings
 from app.storage.database import Database, database_now
 from app.storage.migrations import current_revision, newest_revision
@@ -59,6 +61,17 @@ def examine(settings: Settings) -> Iterator[Finding]:
     yield _gpus()
     yield _torch()
     yield _models(settings)
+    if settings.oidc_issuer is not None:
+        yield _sign_in(settings)
+
+
+def _sign_in(settings: Settings) -> Finding:
+    try:
+        provider = provider_of(settings)
+        keys = {} if provider is None else provider.published_keys()
+    except (BadSetting, Unavailable) as error:
+        return Finding("sign-in", "error", f"{error.message} Check ACCRUE_OIDC_ISSUER.")
+    return Finding("sign-in", "ok", f"the keys of {settings.oidc_issuer} can be read ({len(keys)})")
 
 
 def _database_checks(settings: Settings) -> Iterator[Finding]:

@@ -112,8 +112,9 @@ class Provider:
         return self._identity(claims)
 
     def _identity(self, claims: Mapping[str, Any]) -> Identity:
-        groups = claims.get(self._groups_claim) or ()
-        groups = {groups} if isinstance(groups, str) else {each for each in groups if isinstance(each, str)}
+        listed = claims.get(self._groups_claim)
+        listed = [listed] if isinstance(listed, str) else listed if isinstance(listed, list) else []
+        groups = {each for each in listed if isinstance(each, str)}
         is_admin = self._admins is not None and self._admins in groups
         if self._group is not None and self._group not in groups and not is_admin:
             raise Forbidden(f"Your account may not use this service: it is not in the group {self._group}.")
@@ -159,6 +160,21 @@ class Provider:
 
     def _read(self) -> None:
         """Reads the keys. If that fails, the known ones stay."""
+        try:
+            self._keys = self.published_keys()
+        except Unavailable as error:
+            log.warning(
+                "the sign-in provider's keys cannot be read", issuer=self._issuer, error=error.message
+            )
+            return
+        self._read_at = time.monotonic()
+
+    def published_keys(self) -> dict[str | None, Any]:
+        """The provider's keys by their names.
+
+        Raises:
+            Unavailable: they cannot be read; the message says why.
+        """
         import jwt
 
         try:
@@ -167,13 +183,10 @@ class Provider:
                 raise ValueError(f"it calls itself {str(document['issuer'])[:100]!r}")
             found = jwt.PyJWKSet.from_dict(_get(document["jwks_uri"]))
         except Exception as error:  # whatever the provider sends
-            log.warning(
-                "the sign-in provider's keys cannot be read", issuer=self._issuer, error=str(error)[:300]
-            )
-            return
+            why = str(error)[:300] or type(error).__name__
+            raise Unavailable(f"The keys of {self._issuer} cannot be read: {why}.") from None
         usable = [key for key in found.keys if key.public_key_use in (None, "sig")]
-        self._keys = {key.key_id: key for key in usable if key.key_type != "oct"}
-        self._read_at = time.monotonic()
+        return {key.key_id: key for key in usable if key.key_type != "oct"}
 
 
 def _get(url: str) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from fastapi.testclient import TestClient
 
 from app.errors import BadSetting, Unauthorized
 from app.main import create_app
+from app.maintenance import doctor
 from app.security import keys, oidc
 from app.security.oidc import provider_of
 from app.settings import Settings
@@ -234,7 +235,14 @@ def test_only_members_of_the_group_may_use_the_service(sso: Settings, issuer: Is
     with TestClient(create_app(limited), base_url="http://127.0.0.1:8000") as client:
         assert client.get("/v1/models", headers=by(issuer.token(roles=["lab"]))).status_code == 200
         assert client.get("/v1/models", headers=by(issuer.token(roles="lab"))).status_code == 200
-        for claims in ({}, {"roles": ["laboratory"]}, {"groups": ["lab"]}, {"roles": [{"lab": 1}]}):
+        for claims in (
+            {},
+            {"roles": ["laboratory"]},
+            {"groups": ["lab"]},
+            {"roles": [{"lab": 1}]},
+            {"roles": {"lab": 1}},
+            {"roles": 7},
+        ):
             answer = client.get("/v1/models", headers=by(issuer.token(**claims)))
             assert (answer.status_code, "group lab" in answer.json()["detail"]) == (403, True)
 
@@ -266,6 +274,13 @@ def test_pages_of_other_sites_cannot_use_a_proxys_sign_in(service: TestClient, i
 def test_settings_that_would_be_unsafe_are_refused(sso: Settings, changes: dict[str, Any], said: str) -> None:
     with pytest.raises(BadSetting, match=said):
         provider_of(sso.model_copy(update=changes))
+
+
+def test_doctor_reads_the_providers_keys(sso: Settings, issuer: Issuer) -> None:
+    assert doctor._sign_in(sso).message.endswith("can be read (1)")
+    issuer.calls_itself = "https://evil.example"
+    found = doctor._sign_in(sso)
+    assert (found.verdict, "it calls itself" in found.message) == ("error", True)
 
 
 def test_without_a_provider_tokens_mean_nothing(client: TestClient) -> None:
