@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from math import inf
 from typing import Any
 
@@ -61,10 +62,24 @@ _MAKE_WAY_SECONDS = 2.0
 
 _ROOM_SECONDS = 1800.0
 """How long devices are held at most for a job for which others make way, while these write checkpoints."""
+_COMPLETE_SECONDS = 10.0
+"""How long they are held once the others have ended. Another process may use one of them, or it may have
+failed."""
 
 
 Offered = tuple[list[Device], Offer]
 """An offer, and the devices that are offered."""
+
+
+@dataclass
+class _HeldRoom:
+    """Devices that are held for a job for which others make way."""
+
+    devices: frozenset[DeviceId]
+    leaving: list[Running]
+    """The trainers that make way."""
+    until: float
+    """When the devices are given back, on the monotonic clock."""
 
 
 @dataclass
@@ -89,8 +104,9 @@ class Supervisor:
 
     def __post_init__(self) -> None:
         self._make_way_at = 0.0
-        self._rooms: dict[str, tuple[preemption.Room, float]] = {}
-        """Devices that are held for jobs for which others make way, and until when."""
+        self._rooms: dict[str, _HeldRoom] = {}
+        """Devices that are held for jobs for which others make way, by job."""
+        self._reserved: tuple[preemption.Reserved, ...] = ()
         self._unclaimed: frozenset[DeviceId] = frozenset()
         """The devices that no job has claimed in this turn."""
         self.locks = DeviceLocks(self.settings)
@@ -271,8 +287,10 @@ class Supervisor:
             worker_id=self.id,
             labels=self.labels(),
             running={each.fence.job_id: _ids(each.devices) for each in staying},
-            free=self._unclaimed - held,
-            leaving=frozenset[DeviceId]().union(*(_ids(each.devices) for each in going)) - held,
+            free=self._unclaimed,
+            leaving=frozenset[DeviceId]().union(*(_ids(each.devices) for each in going)),
+            held=held,
+            reserved=self._reserved,
             one_device=not self.settings.trainer_network,
             fairly=self.settings.fair_share,
         )
@@ -283,36 +301,40 @@ class Supervisor:
         with self.database.writing() as session:
             if not preemption.promise(session, room.job_id):
                 return
-        self._rooms[room.job_id] = room, now + _ROOM_SECONDS
-        for running in staying:
-            if running.fence.job_id in room.leaving:
-                log.info("a job makes way for another", job=running.fence.job_id, other=room.job_id)
-                running.makes_way = True
-                self._interrupt(running, "a job with a higher priority needs its device")
+        chosen = [each for each in staying if each.fence.job_id in room.leaving]
+        self._rooms[room.job_id] = _HeldRoom(room.devices, chosen, now + _ROOM_SECONDS)
+        for running in chosen:
+            log.info("a job makes way for another", job=running.fence.job_id, other=room.job_id)
+            running.makes_way = True
+            self._interrupt(running, "a job with a higher priority needs its device")
 
     def _held(self) -> frozenset[DeviceId]:
         """The devices that are held for jobs for which others make way."""
-        return frozenset[DeviceId]().union(*(room.devices for room, _ in self._rooms.values()))
+        return frozenset[DeviceId]().union(*(room.devices for room in self._rooms.values()))
 
     def _claim_with_room(self, free: dict[Device, int]) -> bool:
         """Claims the jobs for which others have made way, if all of their devices are free now. Forgets those
         that have started elsewhere, were cancelled, or waited in vain. Removes all held devices from `free`.
         """
-        claimed = False
-        for job_id, (room, until) in list(self._rooms.items()):
+        claimed, now = False, time.monotonic()
+        for job_id, held in list(self._rooms.items()):
+            if not any(each in self.running or each in self.leaving for each in held.leaving):
+                held.until = min(held.until, now + _COMPLETE_SECONDS)
             with self.database.reading() as session:
                 waits = preemption.still_waits(session, job_id)
-            if not waits or time.monotonic() > until:
+            if not waits or now > held.until:
                 del self._rooms[job_id]
                 continue
-            own = {device: free.pop(device) for device in list(free) if device.id in room.devices}
-            if len(own) == len(room.devices):
-                del self._rooms[job_id]
-                shrinks_above = MAX_DEVICES if self.settings.trainer_network else 1
-                offer = _offer(list(own), self.labels(), shrink_above=shrinks_above)
-                claimed |= self._claim(own, [(list(own), replace(offer, only=job_id))])
-            for lock in own.values():
-                os.close(lock)
+            own = {device: free.pop(device) for device in list(free) if device.id in held.devices}
+            try:
+                if len(own) == len(held.devices):
+                    shrinks_above = MAX_DEVICES if self.settings.trainer_network else 1
+                    offer = _offer(list(own), self.labels(), shrink_above=shrinks_above)
+                    claimed |= self._claim(own, [(list(own), replace(offer, only=job_id))])
+                    del self._rooms[job_id]
+            finally:
+                for lock in own.values():
+                    os.close(lock)
         return claimed
 
     def _claim(self, free: dict[Device, int], offers: Iterable[Offered] | None = None) -> bool:
@@ -394,6 +416,13 @@ class Supervisor:
             len(there),
         )
         self.reservations.note(found)
+        self._reserved = tuple(
+            preemption.Reserved(
+                tier.reserved_for, tier.before_place, frozenset(tier.devices) - {*later.devices}
+            )
+            for tier, later in pairwise(found)
+            if tier.reserved_for is not None
+        )
         offers = []
         for tier in found:
             offered = [device for device in free if device.id in tier.devices]

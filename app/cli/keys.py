@@ -71,7 +71,7 @@ def list_keys(as_json: AsJson = False) -> None:
     from app.storage.tables import Key
 
     with _database() as database, database.reading() as session:
-        shown = [_fields(row) for row in session.scalars(select(Key).order_by(Key.id.desc()))]
+        shown = [_fields(row) for row in session.scalars(select(Key).order_by(Key.created_at.desc()))]
     if as_json:
         typer.echo(json.dumps(shown, indent=2))
         return

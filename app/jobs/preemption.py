@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from sqlalchemy import and_, case, func, literal, or_, select, update
+from sqlalchemy import ColumnElement, and_, case, func, literal, or_, select, update
 
 from app.contract.states import RequestedAction
 from app.contract.worker_labels import meets
@@ -53,6 +53,8 @@ class Waiting:
     """The GPUs that it must have; empty: any."""
     requirements: str = "{}"
     waited_seconds: float = 0.0
+    place: float = 0.0
+    """Its place in the queue."""
 
     def has_room(self, devices: frozenset[DeviceId]) -> bool:
         """Whether it can train on these devices."""
@@ -67,7 +69,7 @@ class Occupant:
     owner: str
     priority: int
     claimed_priority: float
-    """Its priority and age when it was claimed, in points of priority."""
+    """Its priority, and what it had waited when it was claimed, in points of priority."""
     devices: frozenset[DeviceId]
 
 
@@ -82,6 +84,16 @@ class Room:
 
 
 @dataclass(frozen=True)
+class Reserved:
+    """Devices that are reserved for a job, and offered only to jobs ahead of its place in the queue
+    (placement.py)."""
+
+    job_id: str
+    place: float
+    devices: frozenset[DeviceId]
+
+
+@dataclass(frozen=True)
 class WorkerView:
     """What a worker knows of itself.
 
@@ -91,6 +103,8 @@ class WorkerView:
         running: the devices of its jobs that may be interrupted, by job.
         free: devices that it could use now.
         leaving: devices that become free without any interruption.
+        held: devices that are held for other jobs for which room was made.
+        reserved: free devices that are reserved for queued jobs.
         one_device: whether every job trains on one device, however many it requests.
         fairly: whether keys take turns (app/usage/fair_share.py). Jobs then make way only for jobs of the
             same key, since priority has no effect between keys.
@@ -101,6 +115,8 @@ class WorkerView:
     running: Mapping[str, frozenset[DeviceId]]
     free: frozenset[DeviceId]
     leaving: frozenset[DeviceId] = frozenset()
+    held: frozenset[DeviceId] = frozenset()
+    reserved: tuple[Reserved, ...] = ()
     one_device: bool = False
     fairly: bool = False
 
@@ -112,10 +128,17 @@ def find_room(session: Session, view: WorkerView) -> Room | None:
         return None
     lowest = min(each.priority for each in occupants)
     for waiting in _waiting(session, view, lowest, gone):
-        room = room_for(waiting, occupants, view.free | gone, fairly=view.fairly)
+        free = (view.free | gone) - view.held - _reserved_before(waiting, view.reserved)
+        room = room_for(waiting, occupants, free, fairly=view.fairly)
         if room is not None and not _is_served_elsewhere(session, waiting, view, room, occupants):
             return room
     return None
+
+
+def _reserved_before(waiting: Waiting, reserved: Iterable[Reserved]) -> frozenset[DeviceId]:
+    """Devices that are reserved for jobs ahead of one in the queue."""
+    ahead = (each for each in reserved if each.job_id != waiting.id and each.place <= waiting.place)
+    return frozenset[DeviceId]().union(*(each.devices for each in ahead))
 
 
 def promise(session: Session, job_id: str) -> bool:
@@ -184,7 +207,7 @@ def _occupants(session: Session, view: WorkerView) -> tuple[list[Occupant], froz
     rows = session.execute(
         select(
             Job.id, func.coalesce(Job.owner, NO_KEY), Job.priority, Job.requested,
-            (Attempt.claimed_at - Job.place) / AGEING_SECONDS,
+            Job.priority + (Attempt.claimed_at - _queued_at()) / AGEING_SECONDS,
         )
         .join(Attempt, and_(Attempt.job_id == Job.id, Attempt.attempt == Job.attempt))
         .where(Job.id.in_(view.running), Job.status == "running", Job.worker_id == view.worker_id)
@@ -199,16 +222,28 @@ def _occupants(session: Session, view: WorkerView) -> tuple[list[Occupant], froz
     return found, frozenset(gone)
 
 
+def _queued_at() -> ColumnElement[float]:
+    """When a job was queued last: at its submission, or when it last ran."""
+    return case((Job.not_before > Job.created_at, Job.not_before), else_=Job.created_at)
+
+
 def _waiting(session: Session, view: WorkerView, lowest: int, gone: frozenset[DeviceId]) -> list[Waiting]:
     """The first queued jobs that a worker could run, with more than the lowest of its jobs' priorities."""
-    queued_at = case((Job.not_before > Job.created_at, Job.not_before), else_=Job.created_at)
+    queued_at = _queued_at()
     devices = (view.free | gone).union(*view.running.values())
     there = gpu_mask(device for device in devices if isinstance(device, int))
     needed = literal(1) if view.one_device else Job.device_count
     owner = func.coalesce(Job.owner, NO_KEY)
     rows = session.execute(
         select(
-            Job.id, owner, Job.priority, needed, Job.gpu_mask, Job.requirements, database_now() - queued_at
+            Job.id,
+            owner,
+            Job.priority,
+            needed,
+            Job.gpu_mask,
+            Job.requirements,
+            database_now() - queued_at,
+            Job.place,
         )
         .where(
             Job.status == "queued",
@@ -226,10 +261,8 @@ def _waiting(session: Session, view: WorkerView, lowest: int, gone: frozenset[De
         .limit(_MOST)
     )
     return [
-        Waiting(
-            job_id, key, priority, 1 if view.one_device else count, frozenset(gpus_of(mask)), labels, waited
-        )
-        for job_id, key, priority, count, mask, labels, waited in rows
+        Waiting(job_id, key, priority, count, frozenset(gpus_of(mask)), labels, waited, place)
+        for job_id, key, priority, count, mask, labels, waited, place in rows
     ]
 
 

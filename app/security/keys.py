@@ -6,15 +6,16 @@ import secrets
 import threading
 import time
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import structlog
 from sqlalchemy import ColumnElement, and_, or_, select, update
 
 from app.errors import NotFound
-from app.security.oidc import Identity
+from app.security.oidc import USER_PREFIX, Identity
 from app.security.scopes import SCOPES, Scope
 from app.storage.database import Database, database_now, insert_for
 from app.storage.ids import new_id
@@ -110,8 +111,9 @@ def any_made(session: Session) -> bool:
 
 
 def any_valid(session: Session) -> bool:
-    """Whether any valid key exists."""
-    return session.scalar(select(Key.id).where(_valid()).limit(1)) is not None
+    """Whether any valid key exists, besides users of a sign-in provider."""
+    own = Key.id.not_like(f"{USER_PREFIX}%")
+    return session.scalar(select(Key.id).where(_valid(), own).limit(1)) is not None
 
 
 def _valid() -> ColumnElement[bool]:
@@ -175,8 +177,8 @@ class Keyring:
         return time.monotonic() < until, caller
 
     def find_user(self, identity: Identity, token: str) -> Caller | None:
-        """The caller for a user of the provider, whose row is created when the user first comes; None if it
-        was revoked.
+        """The caller for a user of the provider; None if its row was revoked. The row is created beside the
+        request, when the user first comes: a write may have to wait for another process.
 
         Args:
             token: by which the result is cached.
@@ -186,8 +188,7 @@ class Keyring:
             is_current = row is not None and (row.name, tuple(row.scopes)) == (identity.name, identity.scopes)
             is_revoked = row is not None and row.revoked_at is not None
         if not is_current and not is_revoked:
-            with self._database.writing() as session:
-                store_user(session, identity)
+            self._note(f"row of {identity.id}" if row is not None else None, self._write_user, identity)
         caller = None if is_revoked else Caller(identity.id, frozenset(identity.scopes))
         if caller is not None:
             self._note_use(identity.id)
@@ -199,11 +200,23 @@ class Keyring:
         self._uses.shutdown(cancel_futures=True)
 
     def _note_use(self, key_id: str) -> None:
-        with self._lock:
-            if time.monotonic() < self._noted.get(key_id, 0.0):
-                return
-            self._noted[key_id] = time.monotonic() + _USE_NOTED_EVERY_SECONDS
-        self._uses.submit(self._write_use, key_id)
+        self._note(key_id, self._write_use, key_id)
+
+    def _note(self, what: str | None, write: Callable[..., None], *arguments: Any) -> None:
+        """Writes something beside the requests; of the same thing, once a minute. None: every time."""
+        if what is not None:
+            with self._lock:
+                if time.monotonic() < self._noted.get(what, 0.0):
+                    return
+                self._noted[what] = time.monotonic() + _USE_NOTED_EVERY_SECONDS
+        self._uses.submit(write, *arguments)
+
+    def _write_user(self, identity: Identity) -> None:
+        try:
+            with self._database.writing() as session:
+                store_user(session, identity)
+        except Exception:
+            log.warning("a user could not be stored", key=identity.id, exc_info=True)
 
     def _write_use(self, key_id: str) -> None:
         try:

@@ -10,6 +10,7 @@ import json
 import re
 import threading
 import time
+import unicodedata
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -24,18 +25,26 @@ from app.settings import LOOPBACK, Settings
 
 log = structlog.get_logger("accrue.sso")
 
-_ALGORITHMS = (
-    "RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA",
-)  # fmt: skip
-"""Those with a private and a public key: with a shared secret, whoever can check tokens could make them."""
+_ALGORITHMS = {
+    ("RSA", None): ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512"),
+    ("EC", "P-256"): ("ES256",), ("EC", "P-384"): ("ES384",), ("EC", "P-521"): ("ES512",),
+    ("OKP", "Ed25519"): ("EdDSA",), ("OKP", "Ed448"): ("EdDSA",),
+}  # fmt: skip
+"""What keys may sign with, by their type and curve (RFC 7518, RFC 8037). There is none with a shared secret,
+with which whoever can check tokens could make them."""
 
 _FORM = re.compile(r"[A-Za-z0-9_-]+\.[A-Za-z0-9_-]+\.[A-Za-z0-9_-]+")
 _MAX_LENGTH = 16 * 2**10
 _LEEWAY_SECONDS = 30
 """How far the clocks of the provider and of this machine may be apart."""
+_LONGEST_SECONDS = 7 * 24 * 3600.0
+"""How long a token may be valid from now on. A user who leaves a group keeps its rights until then."""
 
 _FRESH_SECONDS = 3600.0
 """After this time, the provider's keys are read again."""
+_TRUSTED_SECONDS = 24 * 3600.0
+"""After this time, keys are not used any more if they could not be read again: they may have been
+withdrawn."""
 _RETRY_SECONDS = 30.0
 """How often they are read at most, if a token names an unknown one or the provider cannot be reached."""
 _TIMEOUT_SECONDS = 5.0
@@ -80,7 +89,7 @@ class Provider:
         self._group, self._admins = settings.oidc_group, settings.oidc_admin_group
         self._groups_claim = settings.oidc_groups_claim
         self._lock = threading.Lock()
-        self._keys: dict[str | None, Any] = {}
+        self._keys: dict[str | None, _PublicKey] = {}
         self._read_at = self._tried_at = float("-inf")
 
     def identify(self, token: str) -> Identity:
@@ -98,8 +107,9 @@ class Provider:
         try:
             key = self._key(jwt.get_unverified_header(token).get("kid"))
             claims = jwt.decode(
-                token, key=key, algorithms=list(_ALGORITHMS), audience=self._audience, issuer=self._issuer,
-                leeway=_LEEWAY_SECONDS, options={"require": ["exp", "iss", "aud", "sub"]},
+                token, key=key.key, algorithms=list(key.algorithms), audience=self._audience,
+                issuer=self._issuer, leeway=_LEEWAY_SECONDS,
+                options={"require": ["exp", "iss", "aud", "sub"]},
             )  # fmt: skip
         except jwt.ExpiredSignatureError:
             raise Unauthorized("This token has expired: sign in again.") from None
@@ -109,6 +119,10 @@ class Provider:
             raise Unauthorized(f"This token is not of the issuer {self._issuer}.") from None
         except jwt.PyJWTError:
             raise Unauthorized("This token is not valid: its form or its signature is wrong.") from None
+        if claims["exp"] > time.time() + _LONGEST_SECONDS:
+            raise Unauthorized("This token is valid for longer than a week, which is not accepted.")
+        if not claims["sub"]:
+            raise Unauthorized("This token is not valid: it names no user.")
         return self._identity(claims)
 
     def _identity(self, claims: Mapping[str, Any]) -> Identity:
@@ -119,17 +133,18 @@ class Provider:
         if self._group is not None and self._group not in groups and not is_admin:
             raise Forbidden(f"Your account may not use this service: it is not in the group {self._group}.")
         digest = hashlib.sha256(json.dumps([self._issuer, str(claims["sub"])]).encode()).hexdigest()
-        name = next(str(claims[each]) for each in _NAMES if claims.get(each))
         scopes: tuple[Scope, ...] = ("read", "write", "admin") if is_admin else ("read", "write")
-        return Identity(f"{USER_PREFIX}{digest[:26]}", storable(name)[:100], scopes)
+        return Identity(f"{USER_PREFIX}{digest[:26]}", _name_of(claims), scopes)
 
-    def _key(self, name: str | None) -> Any:
+    def _key(self, name: str | None) -> "_PublicKey":
         """The provider's key of that name, read again if it is unknown or old.
 
         Raises:
             Unauthorized: the provider has no such key.
             Unavailable: its keys cannot be read.
         """
+        if time.monotonic() > self._read_at + _TRUSTED_SECONDS:
+            self._keys = {}
         with self._lock:
             if not self._keys and self._may_read(name):
                 self._read()  # others wait for the first keys
@@ -153,7 +168,7 @@ class Provider:
         self._tried_at = now
         return True
 
-    def _find(self, name: str | None) -> Any:
+    def _find(self, name: str | None) -> "_PublicKey | None":
         if name is None and len(self._keys) == 1:  # the name is optional if there is one key
             return next(iter(self._keys.values()))
         return self._keys.get(name)
@@ -169,24 +184,56 @@ class Provider:
             return
         self._read_at = time.monotonic()
 
-    def published_keys(self) -> dict[str | None, Any]:
+    def published_keys(self) -> "dict[str | None, _PublicKey]":
         """The provider's keys by their names.
 
         Raises:
             Unavailable: they cannot be read; the message says why.
         """
-        import jwt
-
         try:
             document = _get(f"{self._issuer.rstrip('/')}/.well-known/openid-configuration")
             if document["issuer"] != self._issuer:
                 raise ValueError(f"it calls itself {str(document['issuer'])[:100]!r}")
-            found = jwt.PyJWKSet.from_dict(_get(document["jwks_uri"]))
+            listed = [each for each in _get(document["jwks_uri"])["keys"] if isinstance(each, dict)]
         except Exception as error:  # whatever the provider sends
             why = str(error)[:300] or type(error).__name__
             raise Unavailable(f"The keys of {self._issuer} cannot be read: {why}.") from None
-        usable = [key for key in found.keys if key.public_key_use in (None, "sig")]
-        return {key.key_id: key for key in usable if key.key_type != "oct"}
+        found = {each.get("kid"): _public_key(each) for each in listed if each.get("use", "sig") == "sig"}
+        return {name: key for name, key in found.items() if key is not None}
+
+
+@dataclass(frozen=True)
+class _PublicKey:
+    key: Any
+    algorithms: tuple[str, ...]
+    """What it may sign with."""
+
+
+def _public_key(described: Mapping[str, Any]) -> _PublicKey | None:
+    """A key of the provider (RFC 7517); None if it cannot check signatures."""
+    import jwt
+
+    kind, named = described.get("kty"), described.get("alg")
+    possible = _ALGORITHMS.get((str(kind), described.get("crv") if kind != "RSA" else None), ())
+    algorithms = possible if named is None else tuple(each for each in possible if each == named)
+    if not algorithms:
+        return None
+    try:
+        return _PublicKey(jwt.PyJWK.from_dict(dict(described), algorithms[0]).key, algorithms)
+    except jwt.PyJWTError:
+        return None
+
+
+def _name_of(claims: Mapping[str, Any]) -> str:
+    """How a user is shown, without characters that would control a terminal. Users can often choose it."""
+    known = [each for each in _NAMES if isinstance(claims.get(each), str) and claims[each].strip()]
+    if claims.get("email_verified") is False and "email" in known:
+        known.remove("email")
+    plain = "".join(" " if unicodedata.category(each) in _UNPRINTABLE else each for each in claims[known[0]])
+    return storable(plain)[:100]
+
+
+_UNPRINTABLE = ("Cc", "Cf", "Cs", "Zl", "Zp")
 
 
 def _get(url: str) -> dict[str, Any]:

@@ -193,7 +193,7 @@ class RequestMiddleware:
     def _foreign(self, headers: Headers, *, is_page: bool) -> str | None:
         """The reason why a request may come from a page of another site, or None."""
         own = bearer(headers) or ""
-        if self.settings.oidc_issuer is not None and own and not is_well_formed(own):
+        if self.settings.oidc_issuer is not None and not self.is_mounted and own and not is_well_formed(own):
             return foreign_page(headers, self.settings.allowed_origins, is_page=is_page)
         if self._skips_origin_check(headers):
             return None

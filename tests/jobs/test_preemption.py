@@ -11,7 +11,7 @@ from sqlalchemy import update
 from app.devices import live_workers
 from app.jobs import preemption, queue
 from app.jobs.placement import DeviceId
-from app.jobs.preemption import Occupant, Room, Waiting, WorkerView, room_for
+from app.jobs.preemption import Occupant, Reserved, Room, Waiting, WorkerView, room_for
 from app.jobs.queue import AGEING_SECONDS, Offer
 from app.jobs.transitions import Fence
 from app.storage.database import Database, database_now
@@ -114,8 +114,8 @@ def running(database: Database, worker_id: str, aged: float = 0.0, **changes: An
     """A job that a worker runs, after it waited so long that it counted as much as `aged` points."""
     job_id = submitted(database, **changes)
     with database.writing() as session:
-        place = Job.place - aged * AGEING_SECONDS
-        session.execute(update(Job).where(Job.id == job_id).values(place=place))
+        values = {"created_at": Job.created_at - aged * AGEING_SECONDS}
+        session.execute(update(Job).where(Job.id == job_id).values(values))
         fence = queue.claim(session, worker_id, 60.0, Offer(8, only=job_id))
         assert fence is not None
     return fence
@@ -187,6 +187,43 @@ def test_a_job_that_waited_for_long_keeps_its_device(database: Database) -> None
     assert found(database, view(fence)) is None
     waits(database, priority=12)
     assert found(database, view(fence)) is not None
+
+
+def test_time_that_a_job_ran_does_not_count_as_waiting(database: Database) -> None:
+    """Its worker was restarted after a day: it is queued again for a moment only."""
+    beat(database, "worker-1")
+    fence = running(database, "worker-1", aged=144.0)
+    with database.writing() as session:
+        queue.release(session, fence, "the worker was shut down")
+        again = queue.claim(session, "worker-1", 60.0)
+    assert again is not None
+    waits(database, priority=1)
+    assert found(database, view(again)) is not None
+
+
+def test_devices_that_are_held_or_reserved_for_others_do_not_count(database: Database) -> None:
+    beat(database, "worker-1", devices=3)
+    fence, urgent = running(database, "worker-1"), waits(database, priority=1)
+    alone = Room(urgent, frozenset([0]), (fence.job_id,))
+    assert found(database, view(fence, free=(1,))) is None
+    assert found(database, view(fence, free=(1,), held=frozenset([1]))) == alone
+    reserved = Reserved("ftjob-ahead", 0.0, frozenset([1]))
+    assert found(database, view(fence, free=(1,), reserved=(reserved,))) == alone
+    behind = Reserved("ftjob-behind", 1e18, frozenset([1]))
+    assert found(database, view(fence, free=(1,), reserved=(behind,))) is None
+    its_own = Reserved(urgent, 0.0, frozenset([1]))
+    assert found(database, view(fence, free=(1,), reserved=(its_own,))) is None
+
+
+def test_a_device_that_is_held_is_not_promised_twice(database: Database) -> None:
+    beat(database, "worker-1", devices=2)
+    stopping, other = running(database, "worker-1"), running(database, "worker-1")
+    with database.writing() as session:
+        session.execute(update(Job).where(Job.id == stopping.job_id).values(requested="stop"))
+    urgent = waits(database, priority=1)
+    assert found(database, view(stopping, other)) is None
+    held = view(stopping, other, held=frozenset([0]))
+    assert found(database, held) == Room(urgent, frozenset([1]), (other.job_id,))
 
 
 @pytest.mark.parametrize("requested", ["pause", "cancel", "stop"])

@@ -23,6 +23,7 @@ from app.settings import Settings
 from app.storage.database import Database
 from app.storage.tables import Key
 from tests.harness.requests import JOB, PATH, key_for
+from tests.harness.runs import until
 
 AUDIENCE = "accrue"
 
@@ -36,6 +37,7 @@ class Issuer:
         self.reads = 0
         self.fails = False
         self.calls_itself: str | None = None
+        self.names_algorithms = True
         issuer = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -61,7 +63,8 @@ class Issuer:
         private = self.private[name]
         algorithm: Any = jwt.algorithms.ECAlgorithm if name == "curve" else jwt.algorithms.RSAAlgorithm
         found = algorithm.to_jwk(private.public_key(), as_dict=True)
-        return {**found, "kid": name, "use": "sig", "alg": "ES256" if name == "curve" else "RS256"}
+        named = {"alg": "ES256" if name == "curve" else "RS256"} if self.names_algorithms else {}
+        return {**found, "kid": name, "use": "sig", **named}
 
     def token(
         self, subject: str = "alice", *, key: str = "first", algorithm: str = "RS256", **claims: Any
@@ -120,17 +123,67 @@ def test_users_see_their_own_jobs_and_admins_all(service: TestClient, issuer: Is
 def test_a_user_has_a_row_among_the_keys(service: TestClient, issuer: Issuer) -> None:
     for email in ("alice@old.example", "alice@new.example"):
         assert service.get("/v1/models", headers=by(issuer.token("alice", email=email))).status_code == 200
-    with database_of(service).reading() as session:
-        [row] = session.query(Key).all()
-        assert (row.id[:5], row.name, row.scopes) == ("user-", "alice@new.example", ["read", "write"])
+        row = row_of(service)
+        assert (row.id[:5], row.scopes) == ("user-", ["read", "write"])
+    until(lambda: row_of(service).name == "alice@new.example")
+
+
+def row_of(service: TestClient) -> Key:
+    """The row of the only user, which is written beside the request."""
+
+    def rows() -> list[Key]:
+        with database_of(service).reading() as session:
+            return session.query(Key).all()
+
+    until(lambda: len(rows()) == 1)
+    return rows()[0]
+
+
+def test_a_user_does_not_wait_for_a_write(service: TestClient, issuer: Issuer) -> None:
+    service.get("/v1/models", headers=by(issuer.token("bob")))
+    row_of(service)
+    with database_of(service).writing():  # as a process that keeps the database busy
+        began = time.monotonic()
+        for token in (issuer.token("alice"), issuer.token("bob", email="another@name"), issuer.token("bob")):
+            assert service.get("/v1/models", headers=by(token)).status_code == 200
+        assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize("algorithm", ["RS256", "RS512", "PS256"])
+def test_a_key_without_an_algorithm_may_use_any_of_its_type(
+    service: TestClient, issuer: Issuer, algorithm: str
+) -> None:
+    issuer.names_algorithms = False
+    assert service.get("/v1/models", headers=by(issuer.token(algorithm=algorithm))).status_code == 200
+
+
+def test_a_key_with_an_algorithm_may_use_no_other(service: TestClient, issuer: Issuer) -> None:
+    assert service.get("/v1/models", headers=by(issuer.token(algorithm="RS512"))).status_code == 401
+
+
+@pytest.mark.parametrize(
+    ("claims", "name"),
+    [
+        ({"email": "a@b"}, "a@b"),
+        ({"email": "boss@b", "email_verified": False, "preferred_username": "al"}, "al"),
+        ({"name": "al\x1b[2J\nkey-1  admin\u202e"}, "al [2J key-1  admin "),
+        ({"email": ["x"], "name": 7}, "alice"),
+        ({"name": "  "}, "alice"),
+    ],
+)
+def test_names_are_text_that_can_be_shown(
+    service: TestClient, issuer: Issuer, claims: dict[str, Any], name: str
+) -> None:
+    assert service.get("/v1/models", headers=by(issuer.token("alice", **claims))).status_code == 200
+    assert row_of(service).name == name
 
 
 def test_a_revoked_user_is_locked_out(service: TestClient, issuer: Issuer) -> None:
     token = by(issuer.token("alice"))
     assert service.get("/v1/models", headers=token).status_code == 200
-    database = database_of(service)
+    row, database = row_of(service), database_of(service)
     with database.writing() as session:
-        keys.revoke(session, session.query(Key).one().id)
+        keys.revoke(session, row.id)
     time.sleep(1.1)
     answer = service.get("/v1/models", headers=token)
     assert (answer.status_code, "revoked" in answer.json()["detail"]) == (401, True)
@@ -155,6 +208,8 @@ def test_a_request_needs_a_token_or_a_key(service: TestClient) -> None:
         ({"sub": None}, "not valid"),
         ({"nbf": 2**33}, "not valid"),
         ({"sub": 7}, "not valid"),
+        ({"sub": ""}, "names no user"),
+        ({"exp": 2**40}, "longer than a week"),
     ],
 )
 def test_claims_are_checked(service: TestClient, issuer: Issuer, changes: dict[str, Any], said: str) -> None:

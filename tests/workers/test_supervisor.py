@@ -618,3 +618,39 @@ def test_held_devices_are_given_back_if_the_job_no_longer_waits(
         assert not supervisor._rooms
     finally:
         end_all(supervisor)
+
+
+def test_a_database_error_neither_loses_the_room_nor_the_devices_locks(
+    settings: Settings, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = subprocess.Popen
+    script = 'trap "exit 75" TERM; while true; do sleep 0.05; done'
+    chosen = settings.model_copy(update={"poll_seconds": 0.05, "lease_seconds": 600, "preemption": True})
+    supervisor = Supervisor(chosen, database, Slots(on_cpu=True))
+    endless(settings, database)
+    supervisor.leases.beat(database)
+    monkeypatch.setattr(
+        "workers.trainer_process.subprocess.Popen", lambda _, **named: honest(["sh", "-c", script], **named)
+    )
+    turn(supervisor)
+    urgent = endless(settings, database)
+    with database.writing() as session:
+        values = {"priority": 10, "created_at": Job.created_at - 20.0}
+        session.execute(update(Job).where(Job.id == urgent).values(values))
+    supervisor._make_way()
+    until(lambda: supervisor.running[0].trainer.status() is not None)
+    supervisor.turn()
+    claim = queue.claim
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise OperationalError("", {}, Exception("database is locked"))
+
+    try:
+        monkeypatch.setattr(queue, "claim", fails)
+        with pytest.raises(OperationalError):
+            supervisor._claim_for_free_devices()
+        monkeypatch.setattr(queue, "claim", claim)
+        assert supervisor._claim_for_free_devices()
+        assert job(database, urgent).status == "running"
+    finally:
+        end_all(supervisor)
