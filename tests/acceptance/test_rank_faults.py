@@ -133,10 +133,16 @@ def longer(run: RunDirectory, fault: str) -> float:
 
 
 @pytest.mark.parametrize("number", range(RANKS))
-@pytest.mark.parametrize("fault", ["kill:3", "kill:9", "stop:6", "hang:12", "error:5"])
+@pytest.mark.parametrize("fault", ["kill:3", "kill:6", "stop:5", "hang:7", "error:4"])
 def test_a_rank_that(run: RunDirectory, alone: RunDirectory, fault: str, number: int) -> None:
+    """A rank that other work slows down gets few of the 14 windows' micro-batches, perhaps none of some."""
     trainer = started(run, f"rank-{number}.micro_batch:{fault}")
-    until(lambda: f"fail point rank-{number}" in run.trainer_log.read_text(), SECONDS)
+
+    def has_happened() -> bool:
+        return f"fail point rank-{number}" in run.trainer_log.read_text()
+
+    until(lambda: has_happened() or trainer.poll() is not None, SECONDS)
+    assert has_happened(), "the run ended before the fault"
     assert ended(trainer, run, ENDS_WITHIN + longer(run, fault)) not in (0, INTERRUPTED)
     failure = run.failure()
     assert failure is not None
