@@ -100,7 +100,7 @@ def test_the_quota_holds_under_concurrent_submissions(database: Database, settin
     def resume(job_id: str) -> bool:
         try:
             with database.writing() as session:
-                key_limits.resume(session, job_id, few)
+                key_limits.resume_within_limits(session, job_id, few)
         except QuotaExceeded:
             return False
         return True

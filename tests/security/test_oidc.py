@@ -26,13 +26,14 @@ from tests.harness.requests import JOB, PATH, key_for
 from tests.harness.runs import until
 
 AUDIENCE = "accrue"
+FIRST = rsa.generate_private_key(65537, 2048)
 
 
 class Issuer:
     """A provider: its discovery document, its keys, and the tokens that it signs."""
 
     def __init__(self) -> None:
-        self.private: dict[str, Any] = {"first": rsa.generate_private_key(65537, 2048)}
+        self.private: dict[str, Any] = {"first": FIRST}
         self.published = ["first"]
         self.reads = 0
         self.fails = False
@@ -51,7 +52,7 @@ class Issuer:
                 return
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
         self.url = f"http://127.0.0.1:{self._server.server_port}/realm"
 
     def document(self, path: str) -> dict[str, Any]:

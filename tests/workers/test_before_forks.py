@@ -12,6 +12,8 @@ import pytest
 
 import app
 
+pytestmark = pytest.mark.thorough
+
 
 @pytest.mark.parametrize(
     "module",

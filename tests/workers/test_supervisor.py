@@ -543,6 +543,7 @@ def warmth(database: Database, job_id: str) -> float | None:
         return session.scalar(own.order_by(StepMetric.step.desc()).limit(1))
 
 
+@pytest.mark.thorough
 def test_devices_are_held_until_all_jobs_have_made_way(
     settings: Settings, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -589,6 +590,7 @@ def test_devices_are_held_until_all_jobs_have_made_way(
         end_all(supervisor)
 
 
+@pytest.mark.thorough
 def test_held_devices_are_given_back_if_the_job_no_longer_waits(
     settings: Settings, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
