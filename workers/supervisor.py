@@ -107,6 +107,7 @@ class Supervisor:
         self._rooms: dict[str, _HeldRoom] = {}
         """Devices that are held for jobs for which others make way, by job."""
         self._reserved: tuple[preemption.Reserved, ...] = ()
+        """The devices that the last offers reserved for queued jobs."""
         self._unclaimed: frozenset[DeviceId] = frozenset()
         """The devices that no job has claimed in this turn."""
         self.locks = DeviceLocks(self.settings)

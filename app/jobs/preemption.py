@@ -101,7 +101,7 @@ class WorkerView:
         worker_id: its id.
         labels: its labels.
         running: the devices of its jobs that may be interrupted, by job.
-        free: devices that it could use now.
+        free: devices that it could use now, held and reserved ones included.
         leaving: devices that become free without any interruption.
         held: devices that are held for other jobs for which room was made.
         reserved: free devices that are reserved for queued jobs.

@@ -178,7 +178,7 @@ class Keyring:
 
     def find_user(self, identity: Identity, token: str) -> Caller | None:
         """The caller for a user of the provider; None if its row was revoked. The row is created beside the
-        request, when the user first comes: a write may have to wait for another process.
+        request, when the user signs in for the first time: a write may have to wait for another process.
 
         Args:
             token: by which the result is cached.

@@ -30,8 +30,8 @@ _ALGORITHMS = {
     ("EC", "P-256"): ("ES256",), ("EC", "P-384"): ("ES384",), ("EC", "P-521"): ("ES512",),
     ("OKP", "Ed25519"): ("EdDSA",), ("OKP", "Ed448"): ("EdDSA",),
 }  # fmt: skip
-"""What keys may sign with, by their type and curve (RFC 7518, RFC 8037). There is none with a shared secret,
-with which whoever can check tokens could make them."""
+"""What keys may sign with, by their type and curve (RFC 7518, RFC 8037). None of them uses a shared
+secret: anyone who can verify such a token could also forge one."""
 
 _FORM = re.compile(r"[A-Za-z0-9_-]+\.[A-Za-z0-9_-]+\.[A-Za-z0-9_-]+")
 _MAX_LENGTH = 16 * 2**10

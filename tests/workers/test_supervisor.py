@@ -590,12 +590,13 @@ def test_devices_are_held_until_all_jobs_have_made_way(
         end_all(supervisor)
 
 
-@pytest.mark.thorough
-def test_held_devices_are_given_back_if_the_job_no_longer_waits(
-    settings: Settings, database: Database, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@contextmanager
+def making_way(
+    settings: Settings, database: Database, monkeypatch: pytest.MonkeyPatch, checkpoint_seconds: float
+) -> Iterator[tuple[Supervisor, str, str]]:
+    """A supervisor with one device, the job that makes way on it, and the job that is to run there."""
     honest = subprocess.Popen
-    script = 'trap "sleep 1; exit 75" TERM; while true; do sleep 0.05; done'
+    script = f'trap "sleep {checkpoint_seconds}; exit 75" TERM; while true; do sleep 0.05; done'
     chosen = settings.model_copy(update={"poll_seconds": 0.05, "lease_seconds": 600, "preemption": True})
     supervisor = Supervisor(chosen, database, Slots(on_cpu=True))
     low = endless(settings, database)
@@ -608,9 +609,19 @@ def test_held_devices_are_given_back_if_the_job_no_longer_waits(
     with database.writing() as session:
         values = {"priority": 10, "created_at": Job.created_at - 20.0}
         session.execute(update(Job).where(Job.id == urgent).values(values))
+    supervisor._make_way()
+    assert urgent in supervisor._rooms
     try:
-        supervisor._make_way()
-        assert urgent in supervisor._rooms
+        yield supervisor, low, urgent
+    finally:
+        end_all(supervisor)
+
+
+@pytest.mark.thorough
+def test_held_devices_are_given_back_if_the_job_no_longer_waits(
+    settings: Settings, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with making_way(settings, database, monkeypatch, 1.0) as (supervisor, low, urgent):
         with database.writing() as session:
             lifecycle.cancel(session, urgent)
         ends = time.monotonic() + 60
@@ -618,41 +629,22 @@ def test_held_devices_are_given_back_if_the_job_no_longer_waits(
             turn(supervisor)
         assert (job(database, low).status, job(database, low).attempt) == ("running", 2)
         assert not supervisor._rooms
-    finally:
-        end_all(supervisor)
 
 
 def test_a_database_error_neither_loses_the_room_nor_the_devices_locks(
     settings: Settings, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    honest = subprocess.Popen
-    script = 'trap "exit 75" TERM; while true; do sleep 0.05; done'
-    chosen = settings.model_copy(update={"poll_seconds": 0.05, "lease_seconds": 600, "preemption": True})
-    supervisor = Supervisor(chosen, database, Slots(on_cpu=True))
-    endless(settings, database)
-    supervisor.leases.beat(database)
-    monkeypatch.setattr(
-        "workers.trainer_process.subprocess.Popen", lambda _, **named: honest(["sh", "-c", script], **named)
-    )
-    turn(supervisor)
-    urgent = endless(settings, database)
-    with database.writing() as session:
-        values = {"priority": 10, "created_at": Job.created_at - 20.0}
-        session.execute(update(Job).where(Job.id == urgent).values(values))
-    supervisor._make_way()
-    until(lambda: supervisor.running[0].trainer.status() is not None)
-    supervisor.turn()
     claim = queue.claim
 
     def fails(*_: Any, **__: Any) -> Any:
         raise OperationalError("", {}, Exception("database is locked"))
 
-    try:
+    with making_way(settings, database, monkeypatch, 0.0) as (supervisor, _, urgent):
+        until(lambda: supervisor.running[0].trainer.status() is not None)
+        supervisor.turn()
         monkeypatch.setattr(queue, "claim", fails)
         with pytest.raises(OperationalError):
             supervisor._claim_for_free_devices()
         monkeypatch.setattr(queue, "claim", claim)
         assert supervisor._claim_for_free_devices()
         assert job(database, urgent).status == "running"
-    finally:
-        end_all(supervisor)
