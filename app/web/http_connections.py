@@ -20,6 +20,11 @@ from uvicorn.server import ServerState
 HEADER_SECONDS = 15.0
 """Seconds in which a request's headers must arrive, from the connection's start or from their first byte."""
 
+IDLE_SECONDS = 75
+"""Seconds for which a connection is kept open for its next request. Clients and proxies close idle
+connections themselves, most of them within 60 s. If the service did so first, it could close one at the
+moment when a client sends a request, which would then fail, and which is not safe to repeat."""
+
 ENDING = 50
 """Connections that may be closing at any one time, in addition to the open ones."""
 
@@ -70,6 +75,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        self.timeout_keep_alive = IDLE_SECONDS
         transport.set_write_buffer_limits(high=_WRITE_BUFFER_BYTES)
         most = self.limit_concurrency
         if most is not None and len(self.connections) >= max(2, most - ENDING):
@@ -126,8 +132,10 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if self.pipeline and not self.transport.is_closing():
             self.flow.pause_reading()
         # Otherwise the next request has begun. A connection that closes waits only to be read to its end.
-        if self.cycle.response_complete or self.transport.is_closing():
+        if self.transport.is_closing():
             self._wait_for_head()
+        elif self.cycle.response_complete:
+            self._wait_for_head(IDLE_SECONDS)
 
     def send_400_response(self, msg: str) -> None:
         if not self.transport.is_closing():
@@ -186,13 +194,13 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if self._head is None and not self._receives_body and not self._is_stalled:
             self._waiting().pop(self, None)
 
-    def _wait_for_head(self) -> None:
+    def _wait_for_head(self, seconds: float = HEADER_SECONDS) -> None:
         if self not in self.connections:
             return  # it has ended
         self._head = 0
         self._wait()
         self._end(self._deadline)
-        self._deadline = self.loop.call_later(HEADER_SECONDS, self._give_up)
+        self._deadline = self.loop.call_later(seconds, self._give_up)
 
     def _end(self, timer: TimerHandle | None) -> None:
         if timer is not None:

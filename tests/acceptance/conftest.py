@@ -16,6 +16,14 @@ def accrue(tmp_path: Path, database_url: str | None) -> Iterator[Accrue]:
         yield accrue
 
 
+@pytest.fixture(autouse=True)
+def end_jobs(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Cancels what a failed test has left running in the module's service, where other tests' jobs wait."""
+    yield
+    if "shared" in request.fixturenames:
+        request.getfixturevalue("shared").cancel_jobs()
+
+
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory, server: Server | None) -> Iterator[Accrue]:
     """A service with one worker, for the module's tests."""

@@ -14,6 +14,7 @@ REQUEST = b"GET / HTTP/1.1\r\nhost: a\r\n\r\n"
 
 @dataclass
 class Timer:
+    seconds: float
     call: Any
     cancelled: bool = False
 
@@ -33,7 +34,7 @@ class Clock:
         self.timers: list[Timer] = []
 
     def call_later(self, seconds: float, call: Any) -> Timer:
-        self.timers.append(Timer(call))
+        self.timers.append(Timer(seconds, call))
         return self.timers[-1]
 
     def fire(self) -> None:

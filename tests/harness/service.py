@@ -112,6 +112,13 @@ class Accrue:
         until(lambda: self.job(job_id)["status"] in ENDED, seconds)
         return self.job(job_id)
 
+    def cancel_jobs(self) -> None:
+        """Cancels all jobs, and waits until no trainer runs."""
+        for job in self.get(f"{TRAINING}?limit=100")["data"]:
+            if job["status"] not in ENDED:
+                self.http.post(f"{TRAINING}/{job['id']}/cancel")
+                self.ended(job["id"])
+
     def run(self, job_id: str) -> RunDirectory:
         return RunDirectory(self.data / "runs" / job_id)
 
