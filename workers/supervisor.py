@@ -8,10 +8,8 @@ jobs. Leases have their own threads (leases.py).
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
-from math import inf
 from typing import Any
 
 import structlog
@@ -23,17 +21,15 @@ from app.devices import live_workers
 from app.errors import ReplacedDatabase
 from app.exports import requests as export_requests
 from app.inference import requests
-from app.jobs import placement, preemption, queue, transitions
+from app.jobs import queue, transitions
 from app.jobs.placement import DeviceId
-from app.jobs.queue import Offer
 from app.jobs.transitions import Fence, LostJob
-from app.planning.devices import MAX_DEVICES, Device
+from app.planning.devices import Device
 from app.settings import Settings
 from app.storage.database import Database, is_unavailable
 from app.storage.disk import is_full
 from app.storage.ids import new_id
 from app.storage.session import Session
-from app.storage.tables import Job
 from workers import helper_process, job_measurements, temperature
 from workers.device_locks import DeviceLocks
 from workers.helper_process import HelperProcess
@@ -41,14 +37,13 @@ from workers.ingest import Position, ingest
 from workers.job_end import DEVICE_LOST, RETRY_SECONDS, end_job
 from workers.launch import Launcher, why_not_started
 from workers.leases import DELETE_WORKER_AFTER_SECONDS, LeaseKeeper, Running
+from workers.making_way import MakingWay
+from workers.offers import Offered, Offers, chosen_devices, device_ids
 from workers.run_directory import DISK_FULL_FAILURE, DamagedRunDirectory
 from workers.slots import Slots, labels_of
 from workers.temperature import Heat
 
 log = structlog.get_logger("accrue.worker")
-
-_ALMOST_FREE_SECONDS = 0.001
-"""The seconds until a device is expected to be free, if nothing is known of the job that has it."""
 
 _PREPARE_INFERENCE_SECONDS = 20.0
 """The seconds of training after which the inference process is started, so that the trained model can answer
@@ -56,30 +51,6 @@ soon after its end."""
 
 _TURN_SECONDS = 0.25
 """The maximum time that one turn spends on storing one trainer's reports."""
-
-_MAKE_WAY_SECONDS = 2.0
-"""How often a worker looks whether its jobs should make way for others."""
-
-_ROOM_SECONDS = 1800.0
-"""How long devices are held at most for a job for which others make way, while these write checkpoints."""
-_COMPLETE_SECONDS = 10.0
-"""How long they are held once the others have ended. Another process may use one of them, or it may have
-failed."""
-
-
-Offered = tuple[list[Device], Offer]
-"""An offer, and the devices that are offered."""
-
-
-@dataclass
-class _HeldRoom:
-    """Devices that are held for a job for which others make way."""
-
-    devices: frozenset[DeviceId]
-    leaving: list[Running]
-    """The trainers that make way."""
-    until: float
-    """When the devices are given back, on the monotonic clock."""
 
 
 @dataclass
@@ -103,15 +74,11 @@ class Supervisor:
     """Whether the worker ends when no job is running or queued."""
 
     def __post_init__(self) -> None:
-        self._make_way_at = 0.0
-        self._rooms: dict[str, _HeldRoom] = {}
-        """Devices that are held for jobs for which others make way, by job."""
-        self._reserved: tuple[preemption.Reserved, ...] = ()
-        """The devices that the last offers reserved for queued jobs."""
         self._unclaimed: frozenset[DeviceId] = frozenset()
         """The devices that no job has claimed in this turn."""
         self.locks = DeviceLocks(self.settings)
-        self.reservations = placement.Reservations()
+        self.offers = Offers(self.settings, self.slots)
+        self.making_way = MakingWay(self.settings, self.database, self.id)
         self.launcher = Launcher(self.settings, self.database)
         self.leases = LeaseKeeper(
             self.settings, self.id, lambda: list(self.running), self.slots.available, self.labels
@@ -258,7 +225,7 @@ class Supervisor:
 
     def _claim_for_free_devices(self) -> bool:
         """Claims jobs for the free devices. Returns whether any job was claimed."""
-        taken = {device.id for running in (*self.running, *self.leaving) for device in running.devices}
+        taken = {device.id for running in self._alive() for device in running.devices}
         free: dict[Device, int] = {}
         for device in self.slots.usable():
             lock = self.locks.take(device) if device.id not in taken else None
@@ -266,10 +233,10 @@ class Supervisor:
                 free[device] = lock
         claimed = False
         try:
-            claimed = bool(self._rooms) and self._claim_with_room(free)
+            claimed = self._claim_held(free)
             while free and self._claim(free):
                 claimed = True
-            self._unclaimed = _ids(free)
+            self._unclaimed = device_ids(free)
         finally:
             for lock in free.values():
                 os.close(lock)
@@ -277,66 +244,36 @@ class Supervisor:
 
     def _make_way(self) -> None:
         """Interrupts jobs for one with a higher priority, if there is one that needs it."""
-        now = time.monotonic()
-        if not self.running or now < self._make_way_at:
+        if not self.running:
             return
-        self._make_way_at = now + _MAKE_WAY_SECONDS
-        held = self._held()
         staying = [each for each in self.running if not each.interrupted_because]
-        going = [each for each in (*self.running, *self.leaving) if each not in staying]
-        view = preemption.WorkerView(
-            worker_id=self.id,
-            labels=self.labels(),
-            running={each.fence.job_id: _ids(each.devices) for each in staying},
-            free=self._unclaimed,
-            leaving=frozenset[DeviceId]().union(*(_ids(each.devices) for each in going)),
-            held=held,
-            reserved=self._reserved,
-            one_device=not self.settings.trainer_network,
-            fairly=self.settings.fair_share,
-        )
-        with self.database.reading() as session:
-            room = preemption.find_room(session, view)
-        if room is None:
+        going = [each for each in self._alive() if each not in staying]
+        found = self.making_way.look(staying, going, self._unclaimed, self.offers, self.labels())
+        if found is None:
             return
-        with self.database.writing() as session:
-            if not preemption.promise(session, room.job_id):
-                return
-        chosen = [each for each in staying if each.fence.job_id in room.leaving]
-        self._rooms[room.job_id] = _HeldRoom(room.devices, chosen, now + _ROOM_SECONDS)
-        for running in chosen:
-            log.info("a job makes way for another", job=running.fence.job_id, other=room.job_id)
+        for running in found[1]:
+            log.info("a job makes way for another", job=running.fence.job_id, other=found[0])
             running.makes_way = True
             self._interrupt(running, "a job with a higher priority needs its device")
 
-    def _held(self) -> frozenset[DeviceId]:
-        """The devices that are held for jobs for which others make way."""
-        return frozenset[DeviceId]().union(*(room.devices for room in self._rooms.values()))
-
-    def _claim_with_room(self, free: dict[Device, int]) -> bool:
-        """Claims the jobs for which others have made way, if all of their devices are free now. Forgets those
-        that have started elsewhere, were cancelled, or waited in vain. Removes all held devices from `free`.
-        """
-        claimed, now = False, time.monotonic()
-        for job_id, held in list(self._rooms.items()):
-            if not any(each in self.running or each in self.leaving for each in held.leaving):
-                held.until = min(held.until, now + _COMPLETE_SECONDS)
-            with self.database.reading() as session:
-                waits = preemption.still_waits(session, job_id)
-            if not waits or now > held.until:
-                del self._rooms[job_id]
-                continue
-            own = {device: free.pop(device) for device in list(free) if device.id in held.devices}
+    def _claim_held(self, free: dict[Device, int]) -> bool:
+        """Claims the jobs for which others have made way, if all of their devices are free now. Removes all
+        held devices from `free`."""
+        claimed = False
+        for job_id, held in self.making_way.still_held(self._alive()):
+            own = self.making_way.take(held, free)
             try:
                 if len(own) == len(held.devices):
-                    shrinks_above = MAX_DEVICES if self.settings.trainer_network else 1
-                    offer = _offer(list(own), self.labels(), shrink_above=shrinks_above)
-                    claimed |= self._claim(own, [(list(own), replace(offer, only=job_id))])
-                    del self._rooms[job_id]
+                    claimed |= self._claim(own, [self.offers.for_job(job_id, list(own), self.labels())])
+                    del self.making_way.held[job_id]
             finally:
                 for lock in own.values():
                     os.close(lock)
         return claimed
+
+    def _alive(self) -> list[Running]:
+        """The trainers that have not ended, with those that were killed."""
+        return [*self.running, *self.leaving]
 
     def _claim(self, free: dict[Device, int], offers: Iterable[Offered] | None = None) -> bool:
         """Claims a job, and starts its trainer on some of the free devices, which it removes from `free`.
@@ -347,14 +284,15 @@ class Supervisor:
         """
         if offers is None:
             with self.database.reading() as session:
-                offers = self._offers(session, list(free))
+                jobs = {device.id: each.fence.job_id for each in self._alive() for device in each.devices}
+                offers = self.offers.make(session, list(free), jobs, self.labels())
         claimed_at = time.monotonic()
         fence, offered = self._claim_first(offers)
         if fence is None:
             return False
         with self.database.reading() as session:
             job = transitions.get(session, fence.job_id)
-        chosen = _chosen(job, offered)[: None if self.settings.trainer_network else 1]
+        chosen = chosen_devices(job, offered)[: None if self.settings.trainer_network else 1]
         locks = {device: free.pop(device) for device in chosen}
         try:
             self.running.append(
@@ -391,50 +329,6 @@ class Supervisor:
             if fence is not None:
                 return fence, devices
         return None, []
-
-    def _offers(self, session: Session, free: list[Device]) -> list[Offered]:
-        """What the worker offers to the queue, in this order. If all of its devices are free, it
-        also offers them to jobs that need more devices than any worker has that meets their requirements."""
-        own = {device.id: each for each in (*self.running, *self.leaving) for device in each.devices}
-        offered_ids = {device.id for device in free}
-        busy = [device.id for device in self.slots.usable() if device.id not in offered_ids]
-        labels, of_worker = self.labels(), len(self.slots.available())
-        if not self.settings.trainer_network:  # each job trains on one device
-            return [(free, _offer(free, labels, shrink_above=1))]
-        larger = live_workers.labels_of_larger(session, of_worker)
-        most = MAX_DEVICES if larger else of_worker  # no worker has more than `MAX_DEVICES`
-        shrinkable = queue.shrinkable(session, of_worker, labels, larger) if larger else ()
-        there = [*(device.id for device in free), *busy]
-        wanted = placement.needs(
-            session, self.settings.reserve_after_seconds, there, most, labels, shrinkable, of_worker
-        )
-        left = placement.seconds_left(session, [each.fence.job_id for each in own.values()]) if wanted else {}
-        expected = {device: left.get(each.fence.job_id, 0.0) for device, each in own.items()}
-        found = placement.tiers(
-            self.reservations.known(wanted),
-            [device.id for device in free],
-            {device: max(_ALMOST_FREE_SECONDS, expected.get(device, 0.0)) for device in busy},
-            len(there),
-        )
-        self.reservations.note(found)
-        self._reserved = tuple(
-            preemption.Reserved(
-                tier.reserved_for, tier.before_place, frozenset(tier.devices) - {*later.devices}
-            )
-            for tier, later in pairwise(found)
-            if tier.reserved_for is not None
-        )
-        offers = []
-        for tier in found:
-            offered = [device for device in free if device.id in tier.devices]
-            if not offered:
-                continue
-            if offered == free and not busy:
-                offer = _offer(offered, labels, tier.before_place, most, shrinkable, of_worker)
-            else:
-                offer = _offer(offered, labels, tier.before_place)
-            offers.append((offered, offer))
-        return offers
 
     def _store_progress(self, running: Running) -> None:
         """Stores what the trainer has reported, and the job's end if the trainer has ended. After
@@ -547,10 +441,6 @@ class Supervisor:
                 running.trainer.kill()
 
 
-def _ids(devices: Iterable[Device]) -> frozenset[DeviceId]:
-    return frozenset(device.id for device in devices)
-
-
 def _transient_reason(error: Exception) -> str | None:
     """Why a job could not be started now, for a reason that is not the job's and may pass; None if it may
     not."""
@@ -559,24 +449,3 @@ def _transient_reason(error: Exception) -> str | None:
     if isinstance(error, DBAPIError) and is_unavailable(error):
         return "the database could not be used when the job was to start"
     return None
-
-
-def _offer(
-    devices: Sequence[Device],
-    labels: Mapping[str, str],
-    before_place: float = inf,
-    shrink_above: int = MAX_DEVICES,
-    shrinkable: tuple[str, ...] = (),
-    of_worker: int = MAX_DEVICES,
-) -> Offer:
-    """An offer of these devices."""
-    gpu_ids = tuple(device.id for device in devices if isinstance(device.id, int))
-    return Offer(len(devices), gpu_ids, before_place, shrink_above, labels, shrinkable, of_worker)
-
-
-def _chosen(job: Job, free: list[Device]) -> list[Device]:
-    """The devices of a claimed job: those that it names, or else the first free ones."""
-    named = queue.gpus_of(job.gpu_mask)
-    if named:
-        return [device for device in free if device.id in named]
-    return free[: job.device_count]

@@ -266,8 +266,8 @@ def test_a_job_that_is_wider_than_all_workers_that_may_run_it_starts(
         slots.set_aside(device, "a test")
     free = slots.usable()
     with database.reading() as session:
-        partly = supervisor._offers(session, free[1:])
-        offers = supervisor._offers(session, free)
+        partly = supervisor.offers.make(session, free[1:], {}, supervisor.labels())
+        offers = supervisor.offers.make(session, free, {}, supervisor.labels())
     assert supervisor._claim_first(partly) == (None, []), "it waits for the worker's other devices"
     fence, devices = supervisor._claim_first(offers)
     assert fence is not None
@@ -583,7 +583,7 @@ def test_devices_are_held_until_all_jobs_have_made_way(
             ("queued", 1)
         ] * 2
         assert len(supervisor.running) == 1
-        supervisor._make_way_at = 0.0
+        supervisor.making_way._next_look_at = 0.0
         supervisor._make_way()
         assert job(database, wide).status == "running", "nothing makes way for jobs with lower priorities"
     finally:
@@ -610,7 +610,7 @@ def making_way(
         values = {"priority": 10, "created_at": Job.created_at - 20.0}
         session.execute(update(Job).where(Job.id == urgent).values(values))
     supervisor._make_way()
-    assert urgent in supervisor._rooms
+    assert urgent in supervisor.making_way.held
     try:
         yield supervisor, low, urgent
     finally:
@@ -628,7 +628,7 @@ def test_held_devices_are_given_back_if_the_job_no_longer_waits(
         while job(database, low).attempt == 1 and time.monotonic() < ends:
             turn(supervisor)
         assert (job(database, low).status, job(database, low).attempt) == ("running", 2)
-        assert not supervisor._rooms
+        assert not supervisor.making_way.held
 
 
 def test_a_database_error_neither_loses_the_room_nor_the_devices_locks(
