@@ -23,7 +23,8 @@ class Settings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="ACCRUE_", env_file=".env", extra="ignore")
 
     host: str = Field(
-        "127.0.0.1", description="Address to bind to; any other than loopback requires an existing API key"
+        "127.0.0.1",
+        description="Address to bind to; any other than loopback requires an API key or ACCRUE_OIDC_ISSUER",
     )
     port: int = Field(8000, ge=0, le=65535)
     root_path: str = Field(
@@ -39,7 +40,7 @@ class Settings(BaseSettings):
         None, description="SQLAlchemy URL; default: accrue.db in the data folder"
     )
     models_dir: Path | None = Field(None, description="Local base models: a folder's name is a model's name")
-    metrics_dir: Path | None = Field(
+    metric_programs_dir: Path | None = Field(
         None, description="Programs that score a model's completions: a file's name is a metric's name"
     )
     datasets_dir: Path | None = Field(
@@ -69,7 +70,7 @@ class Settings(BaseSettings):
     max_body_bytes: int = Field(8 * 2**20, ge=1024, description="Largest JSON body")
     max_file_bytes: int = Field(512 * 2**20, ge=1024, description="Largest training file")
     max_line_bytes: int = Field(8 * 2**20, ge=1024, description="Longest line of a training file")
-    max_queued_jobs: int = Field(1000, ge=1, description="Limit on the waiting jobs of one key")
+    max_queued_jobs: int = Field(1000, ge=1, description="Limit on the queued and paused jobs of one key")
     fair_share: bool = Field(
         False,
         description="Workers first start jobs of the key with the least device time in recent weeks; "

@@ -1,5 +1,5 @@
-"""A device is used by one trainer, or one process that answers requests, at a time, even with several
-workers.
+"""One process uses a device at a time, even with several workers: a trainer or, on a GPU, an inference
+engine. On the CPU, inference engines take no lock.
 
 A trainer inherits the lock and holds it, not the worker: it is free as soon as the trainer has ended, even if
 the worker is suspended and cannot release anything.

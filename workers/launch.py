@@ -69,7 +69,7 @@ class Launcher:
         earlier = Plan.model_validate(job.plan)
         resumed = self._resumed_plan(spec, earlier, devices)
         plan = resumed or self._new_plan(spec, devices)
-        programs = metric_programs(self.settings.metrics_dir)
+        programs = metric_programs(self.settings.metric_programs_dir)
         assignment = Assignment(
             job_id=job.id,
             attempt=job.attempt,

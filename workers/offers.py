@@ -25,8 +25,8 @@ Offered = tuple[list[Device], Offer]
 class Offers:
     """Makes one worker's offers, and remembers which devices they reserve for queued jobs."""
 
-    def __init__(self, settings: Settings, slots: Slots) -> None:
-        self._settings, self._slots = settings, slots
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
         self._reservations = placement.Reservations()
         self.reserved: tuple[preemption.Reserved, ...] = ()
         """The devices that the last offers reserved for queued jobs."""
@@ -34,6 +34,7 @@ class Offers:
     def make(
         self,
         session: Session,
+        slots: Slots,
         free: list[Device],
         jobs: Mapping[DeviceId, str],
         labels: Mapping[str, str],
@@ -47,8 +48,8 @@ class Offers:
             labels: the worker's.
         """
         offered_ids = device_ids(free)
-        busy = [device.id for device in self._slots.usable() if device.id not in offered_ids]
-        of_worker = len(self._slots.available())
+        busy = [device.id for device in slots.usable() if device.id not in offered_ids]
+        of_worker = len(slots.available())
         if not self._settings.trainer_network:  # each job trains on one device
             return [(free, _offer(free, labels, shrink_above=1))]
         larger = live_workers.labels_of_larger(session, of_worker)

@@ -77,7 +77,7 @@ class Supervisor:
         self._unclaimed: frozenset[DeviceId] = frozenset()
         """The devices that no job has claimed in this turn."""
         self.locks = DeviceLocks(self.settings)
-        self.offers = Offers(self.settings, self.slots)
+        self.offers = Offers(self.settings)
         self.making_way = MakingWay(self.settings, self.database, self.id)
         self.launcher = Launcher(self.settings, self.database)
         self.leases = LeaseKeeper(
@@ -285,7 +285,7 @@ class Supervisor:
         if offers is None:
             with self.database.reading() as session:
                 jobs = {device.id: each.fence.job_id for each in self._alive() for device in each.devices}
-                offers = self.offers.make(session, list(free), jobs, self.labels())
+                offers = self.offers.make(session, self.slots, list(free), jobs, self.labels())
         claimed_at = time.monotonic()
         fence, offered = self._claim_first(offers)
         if fence is None:

@@ -41,7 +41,8 @@ def chat(
         typer.Option(
             "--complete/--template",
             help="Complete the message as it is, or render it with the chat template. Default: with the "
-            "template for models trained on the format messages, and for base models that have one",
+            "template if the model was trained on chats (the format `messages`), or if it is a base model "
+            "that has one",
             show_default=False,
         ),
     ] = None,

@@ -138,7 +138,7 @@ def compare(
 
 
 @commands.command()
-def sample(job_id: NewestModel = "", url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
+def completions(job_id: NewestModel = "", url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
     """Show how a job's model completes held-out prompts, before and after training and at evaluations."""
     from app.cli.tables import show_completions
 

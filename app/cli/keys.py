@@ -93,15 +93,18 @@ def revoke_key(key_id: Annotated[str, typer.Argument(help="key-…, as accrue ke
             )
 
 
-@commands.command("quota")
+@commands.command("set-quota")
 def set_quota(
     key_id: Annotated[str, typer.Argument(help="key-…, as accrue keys list shows it")],
     device_hours: DeviceHours = None,
+    unlimited: Annotated[bool, typer.Option("--unlimited", help="Remove the quota")] = False,
 ) -> None:
-    """Set a key's quota, or remove it if no hours are given.
+    """Set a key's quota of device hours a month, or remove it.
 
     A key that has used up its hours submits no more jobs, and its queued jobs wait; running jobs go on.
     """
+    if (device_hours is None) != unlimited:
+        raise typer.BadParameter("give either --device-hours or --unlimited")
     from app.usage import quotas
 
     with _database() as database, database.writing() as session:

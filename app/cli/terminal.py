@@ -80,11 +80,11 @@ def follow(client: Client, job_id: str, *, stays: bool = True) -> int:
         _show_end(job, stats["tokens_per_second"])
         if stays and job["links"]["model"]:
             was_evaluated = job["result"]["eval_loss"] is not None  # so that there are held-out prompts
-            sample = "; accrue sample shows how it completes prompts" if was_evaluated else ""
+            hint = "; accrue completions shows how it completes prompts" if was_evaluated else ""
             if job["training_config"].get("objective") in OF_SEQUENCES:
                 console.print("accrue download fetches the model")
             else:
-                console.print(f"accrue chat talks to the model; accrue download fetches it{sample}")
+                console.print(f"accrue chat talks to the model; accrue download fetches it{hint}")
         return 0
     return _show_end(job)
 

@@ -22,12 +22,12 @@ from app.settings import Settings
 _PASSED_ON = ("PATH", "LANG", "LC_ALL", "VIRTUAL_ENV", "PYTHONPATH", "LD_LIBRARY_PATH")
 
 
-def container_at(path: Path, name: str, named: str) -> Container:
+def container_at(path: Path, name: str, field: str) -> Container:
     """The kind of a stored file.
 
     Args:
         name: the file's original name.
-        named: the request's field that errors name.
+        field: the request's field that errors name.
 
     Raises:
         InvalidRequest: the file is of a kind that is not supported.
@@ -37,18 +37,18 @@ def container_at(path: Path, name: str, named: str) -> Container:
     try:
         return container_of(name, head)
     except BadFile as error:
-        raise InvalidRequest(str(error), field=named) from None
+        raise InvalidRequest(str(error), field=field) from None
 
 
 def convert(
-    sources: Iterable[tuple[Path, str]], target: Path, how: ReadOptions, settings: Settings, named: str
+    sources: Iterable[tuple[Path, str]], target: Path, how: ReadOptions, settings: Settings, field: str
 ) -> Converted:
     """Converts files to one file of JSON lines.
 
     Args:
         sources: the files, each with its original name.
         target: the new file; what it held before is lost.
-        named: the request's field that errors name.
+        field: the request's field that errors name.
 
     Raises:
         InvalidRequest: a file cannot be read, or a row is not a valid example.
@@ -82,11 +82,11 @@ def convert(
         raise InvalidRequest(
             f"The file could not be read within {MEMORY_BYTES // 2**20} MiB and {CPU_SECONDS} s of "
             "CPU time: split it into several files, or upload JSON lines.",
-            field=named,
+            field=field,
         )
     result = json.loads(answer)
     if "errno" in result:
         raise OSError(result["errno"], os.strerror(result["errno"]))
     if "error" in result:
-        raise InvalidRequest(result["error"], field=named)
+        raise InvalidRequest(result["error"], field=field)
     return Converted(**result)

@@ -66,7 +66,7 @@ async def create(
             if job.status != "succeeded" or not trained_models.has_model(job, settings):
                 raise Conflict(f"Job {training_id} has no model to export.")
             spec, name = Spec.model_validate(job.spec), trained_models.name_of(job)
-        order = _order(requested, spec, name, starting_models.find_for_training(name, database, settings)[0])
+        order = _order(requested, spec, name, starting_models.find_reference(name, database, settings)[0])
         with database.writing() as session:
             transitions.get(session, training_id)
             export = requests.add(session, training_id, order)
@@ -140,7 +140,7 @@ def delete(
 def files(
     session: Reading,
     settings: CurrentSettings,
-    opened: StreamOf,
+    stream: StreamOf,
     training_id: JobId,
     export_id: ExportId,
 ) -> Response:
@@ -155,7 +155,7 @@ def files(
     )
     if found is None:
         raise NotFound(f"The files of the export {export_id} are no longer in the data folder.")
-    return run_files.tar_response(found, export_id, opened)
+    return run_files.tar_response(found, export_id, stream)
 
 
 def _found(session: Session, training_id: str, export_id: str) -> Export:

@@ -28,7 +28,7 @@ KEEPALIVE_SECONDS = 5.0
 
 
 @dataclass(eq=False)
-class Waiting:
+class PendingAnswer:
     """A request whose answer is awaited."""
 
     request_id: str
@@ -44,13 +44,13 @@ class AnswerReader:
 
     def __init__(self, database: Database) -> None:
         self._database = database
-        self._waiting: dict[str, Waiting] = {}
+        self._waiting: dict[str, PendingAnswer] = {}
         self._polling: asyncio.Task[None] | None = None
 
     async def parts(self, request_id: str) -> AsyncGenerator[AnswerPart | None]:
         """Yields the parts of an answer until the last one; None if there was none for some seconds. The
         request is deleted at the end, or when the client disconnects."""
-        waiting = self._waiting[request_id] = Waiting(request_id)
+        waiting = self._waiting[request_id] = PendingAnswer(request_id)
         if self._polling is None or self._polling.done():
             self._polling = asyncio.create_task(self._poll())
         try:

@@ -137,7 +137,7 @@ def _model(name: str, database: Database, settings: Settings) -> ModelReference:
             field="model",
         ) from None
     try:
-        model, _ = starting_models.find_for_training(name, database, settings)
+        model, _ = starting_models.find_reference(name, database, settings)
     except Unprocessable as error:
         raise UnknownModel(error.message, field="model") from None
     if model.scores:

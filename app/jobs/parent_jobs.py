@@ -77,7 +77,7 @@ def check_unneeded(session: Session, job_id: str) -> None:
 
 
 def needed(session: Session, expired: ColumnElement[bool]) -> set[str]:
-    """The ids of the jobs that other jobs start from, or whose models are the base of others' adapters.
+    """The ids of the jobs from whose models unfinished jobs start, or that the adapters of ended jobs need.
 
     Args:
         expired: which jobs are to be deleted themselves.

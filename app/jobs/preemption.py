@@ -42,7 +42,7 @@ _MOST = 50
 
 
 @dataclass(frozen=True)
-class Waiting:
+class QueuedJob:
     """A queued job, and what it needs."""
 
     id: str
@@ -135,7 +135,7 @@ def find_room(session: Session, view: WorkerView) -> Room | None:
     return None
 
 
-def _reserved_before(waiting: Waiting, reserved: Iterable[Reserved]) -> frozenset[DeviceId]:
+def _reserved_before(waiting: QueuedJob, reserved: Iterable[Reserved]) -> frozenset[DeviceId]:
     """Devices that are reserved for jobs ahead of one in the queue."""
     ahead = (each for each in reserved if each.job_id != waiting.id and each.place <= waiting.place)
     return frozenset[DeviceId]().union(*(each.devices for each in ahead))
@@ -155,7 +155,7 @@ def promise(session: Session, job_id: str) -> bool:
 
 
 def room_for(
-    waiting: Waiting, occupants: Iterable[Occupant], free: frozenset[DeviceId], *, fairly: bool
+    waiting: QueuedJob, occupants: Iterable[Occupant], free: frozenset[DeviceId], *, fairly: bool
 ) -> Room | None:
     """The devices for a job if others make way: those with the lowest priorities, and no more than necessary.
     None if it needs none to do so, or if they cannot make enough room.
@@ -227,7 +227,7 @@ def _queued_at() -> ColumnElement[float]:
     return case((Job.not_before > Job.created_at, Job.not_before), else_=Job.created_at)
 
 
-def _waiting(session: Session, view: WorkerView, lowest: int, gone: frozenset[DeviceId]) -> list[Waiting]:
+def _waiting(session: Session, view: WorkerView, lowest: int, gone: frozenset[DeviceId]) -> list[QueuedJob]:
     """The first queued jobs that a worker could run, with more than the lowest of its jobs' priorities."""
     queued_at = _queued_at()
     devices = (view.free | gone).union(*view.running.values())
@@ -261,13 +261,13 @@ def _waiting(session: Session, view: WorkerView, lowest: int, gone: frozenset[De
         .limit(_MOST)
     )
     return [
-        Waiting(job_id, key, priority, count, frozenset(gpus_of(mask)), labels, waited, place)
+        QueuedJob(job_id, key, priority, count, frozenset(gpus_of(mask)), labels, waited, place)
         for job_id, key, priority, count, mask, labels, waited, place in rows
     ]
 
 
 def _is_served_elsewhere(
-    session: Session, waiting: Waiting, view: WorkerView, room: Room, occupants: Iterable[Occupant]
+    session: Session, waiting: QueuedJob, view: WorkerView, room: Room, occupants: Iterable[Occupant]
 ) -> bool:
     """Whether another worker can start a job soon: it has free devices, or runs jobs with lower priorities
     than those that would make way here."""

@@ -99,8 +99,8 @@ class TrainingConfig(Request):
         default_factory=list,
         fail_fast=True,
         max_length=10,
-        description="Names of programs in the operator's ACCRUE_METRICS_DIR that score these completions, "
-        "before and after training and at every evaluation",
+        description="Names of programs in the operator's ACCRUE_METRIC_PROGRAMS_DIR that score these "
+        "completions, before and after training and at every evaluation",
     )
     report_to: list[Tracker] = Field(default_factory=list, fail_fast=True, max_length=3)
     timeout_seconds: float | None = Field(None, gt=0)

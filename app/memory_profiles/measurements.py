@@ -90,9 +90,11 @@ def note_run(session: Session, subject: Subject) -> None:
 
 
 def record_tuning(session: Session, subject: Subject, tuning: Tuning) -> None:
-    """Stores what a tuning run measured of its sizes, or what was tried while training, which replaces what
-    this attempt had stored of sizes without measured memory. Such sizes are left out if they are smaller than
-    the chosen one."""
+    """Stores each micro-batch size that a tuning run, or trials during training, measured.
+
+    It first deletes this attempt's earlier rows without measured memory. A size without measured memory is
+    not stored if it is smaller than the chosen one.
+    """
     earlier = delete(Measurement).where(
         Measurement.job_id == subject.job.id,
         Measurement.attempt == subject.job.attempt,

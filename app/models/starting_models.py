@@ -34,7 +34,7 @@ def is_trained(name: str) -> bool:
     return name.startswith(("ft:", "ftjob-"))
 
 
-def find_for_training(
+def find_reference(
     name: str, database: Database, settings: Settings
 ) -> tuple[ModelReference, PlannableModel]:
     """A model to train: a base model, or one that was trained here.
@@ -46,7 +46,7 @@ def find_for_training(
         Unprocessable: there is no such model, or it cannot be trained; the message says what to do.
     """
     if not is_trained(name):
-        return base_models.find_for_training(name, settings)
+        return base_models.find_reference(name, settings)
     with database.reading() as session:
         found = _find(session, settings, name)
         job = found.job
@@ -58,10 +58,10 @@ def find_for_planning(name: str, database: Database, settings: Settings) -> Plan
     """A model's sizes; a base model in the catalogue needs no files.
 
     Raises:
-        Unprocessable: as in `find_for_training`.
+        Unprocessable: as in `find_reference`.
     """
     if is_trained(name):
-        return find_for_training(name, database, settings)[1]
+        return find_reference(name, database, settings)[1]
     return base_models.find_for_planning(name, settings)
 
 
@@ -170,7 +170,7 @@ def _below_layers(reference: ModelReference, settings: Settings) -> PlannableMod
                 field=_FIELD,
             )
         return base_models.read_folder(reference.base_name, folder)
-    return base_models.find_for_training(reference.base_name, settings)[1]
+    return base_models.find_reference(reference.base_name, settings)[1]
 
 
 def _unmerged(lora: LoraSpec | None) -> LoraSpec | None:

@@ -326,8 +326,8 @@ def _planned(
 
 
 _LEAST_BUDGET = 4096
-"""A token budget is not limited to a whole batch below this, since the trainer also derives the fixed cost of
-a micro-batch from it (`batches.fixed_cost`)."""
+"""A token budget is at most a whole batch, but this limit is never below 4,096 tokens, since the trainer also
+derives the fixed cost of a micro-batch from the budget (`batches.fixed_cost`)."""
 
 
 def _default_batch(micro_batch: int, devices: int) -> int:

@@ -256,9 +256,8 @@ def _clipping_of_the_whole(batch: int, kind: ModelKind) -> Recommendation:
     if kind == "recurrent":
         return _literature(
             0.5,
-            "gradients through time can explode; limits from half to ten times the usual norm work "
-            "(Pascanu et "
-            "al. 2013)",
+            "gradients through time can explode; any limit between 0.5 and 10 times the usual norm works "
+            "(Pascanu et al. 2013)",
             "low",
         )
     return _literature(

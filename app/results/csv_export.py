@@ -55,8 +55,8 @@ def _rows(header: Sequence[str], rows: Iterable[dict[str, Any]]) -> str:
     return out.getvalue()
 
 
-def csv_response(lines: Iterator[str], training_id: str, opened: Callable[..., Response]) -> Response:
-    return opened(
+def csv_response(lines: Iterator[str], training_id: str, stream: Callable[..., Response]) -> Response:
+    return stream(
         lines,
         media_type="text/csv",
         headers={"Content-Disposition": f'attachment; filename="{training_id}.csv"'},

@@ -28,7 +28,7 @@ router = APIRouter(prefix="/training", tags=["training"], route_class=SessionRou
 async def metrics(
     slowly: Slowly,
     database: CurrentDatabase,
-    opened: StreamOf,
+    stream: StreamOf,
     training_id: JobId,
     from_step: Annotated[int, Query(ge=0, lt=2**31)] = 0,
     points: Annotated[
@@ -48,26 +48,26 @@ async def metrics(
     lines, steps, evaluated = await slowly(read)  # spreading points reads all of a job's steps
     pages = pages_of(database, training_id, from_step) if lines is None else [lines]
     if format == "csv":
-        return csv_response(csv_lines(pages, evaluated), training_id, opened)
+        return csv_response(csv_lines(pages, evaluated), training_id, stream)
     found = [{"step": step, **each._asdict()} for step, each in evaluated.items() if step >= from_step]
     answer = {"training_id": training_id, "steps": steps, "evaluations": found}
     if lines is not None:
         return Response(
             to_json({**answer, "data": lines}, inf_nan_mode="null"), media_type="application/json"
         )
-    return opened(_as_json(answer, pages), media_type="application/json")
+    return stream(_as_json(answer, pages), media_type="application/json")
 
 
 @router.get("/{training_id}/log", summary="A job's log as JSON lines", response_class=StreamingResponse)
 def log(
     database: CurrentDatabase,
-    opened: StreamOf,
+    stream: StreamOf,
     training_id: JobId,
     from_step: Annotated[int, Query(ge=0, lt=2**31, description="The first step to include")] = 0,
 ) -> Response:
     with database.reading() as session:
         transitions.get(session, training_id)
-    return opened(_log_lines(database, training_id, from_step), media_type="application/jsonl")
+    return stream(_log_lines(database, training_id, from_step), media_type="application/jsonl")
 
 
 @router.get(
@@ -102,7 +102,7 @@ def profile(session: Reading, settings: CurrentSettings, training_id: JobId) -> 
 def profile_file(
     session: Reading,
     settings: CurrentSettings,
-    opened: StreamOf,
+    stream: StreamOf,
     training_id: JobId,
     name: Literal["trace.json", "memory.pickle"],
 ) -> Response:
@@ -110,7 +110,7 @@ def profile_file(
     file = run_files.profile_file(settings, training_id, name)
     if file is None:
         raise NotFound(f"Job {training_id} has no {name}: GET …/profile lists the available files.")
-    return opened(
+    return stream(
         run_files.blocks_of(file),
         file.close,
         media_type="application/json" if name.endswith(".json") else "application/octet-stream",
@@ -125,7 +125,7 @@ def profile_file(
 def model(
     session: Reading,
     settings: CurrentSettings,
-    opened: StreamOf,
+    stream: StreamOf,
     training_id: JobId,
     replica: Annotated[
         int | None, Query(ge=0, le=1023, description="The independent replica whose model it is")
@@ -151,7 +151,7 @@ def model(
     files = run_files.model_files(settings, training_id, named, replica)
     if files is None:
         raise NotFound(f"The model of job {training_id} is no longer in the data folder.")
-    return run_files.tar_response(files, name, opened)
+    return run_files.tar_response(files, name, stream)
 
 
 def _log_lines(database: Database, training_id: str, from_step: int) -> Iterator[str]:

@@ -167,9 +167,9 @@ def tar_of(files: Mapping[str, BinaryIO], folder: str) -> Iterator[bytes]:
         yield b"\0" * (2 * 512)
 
 
-def tar_response(files: Mapping[str, BinaryIO], name: str, opened: Callable[..., Response]) -> Response:
+def tar_response(files: Mapping[str, BinaryIO], name: str, stream: Callable[..., Response]) -> Response:
     """A download of open files as `name`.tar, which closes them."""
-    return opened(
+    return stream(
         tar_of(files, name),
         lambda: close(files),
         media_type="application/x-tar",

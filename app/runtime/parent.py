@@ -15,8 +15,9 @@ _PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent() -> None:
-    """Sends SIGTERM to this process when its parent ends, if that is `accrue up`, and when its terminal is
-    closed (SIGHUP), unless it was started with nohup.
+    """Sends SIGTERM to this process when its parent ends, if `processes.start` started it.
+
+    When its terminal is closed (SIGHUP), it gets SIGTERM as well, unless nohup makes it ignore that.
 
     On every system, the pipe's end of file shows that the parent has ended; on Linux, the kernel sends the
     signal as well, at once.

@@ -25,8 +25,8 @@ def list_audit(
     key_id: Annotated[str | None, Query(max_length=100, description="Only requests with this key")] = None,
 ) -> Page[AuditResponse]:
     """Requests that may change something, and refused ones (401, 403); with `ACCRUE_AUDIT_READS`, all others
-    too. Of refused requests, at most a hundred a minute are kept for each key, and for all without a key.
-    Requires the scope admin."""
+    too. Of requests with a status from 400 to 499, at most a hundred a minute are kept for each key, and a
+    hundred a minute for all without a valid key. Requires the scope admin."""
     if not caller.may("admin"):
         raise Forbidden("The audit log is for keys with the scope admin.")
     query = select(AuditEntry)

@@ -82,8 +82,8 @@ def create(
 
 
 def store_user(session: Session, identity: Identity) -> None:
-    """Creates or updates the row of a user of the OpenID Connect provider. No text is its key, since its
-    digest is none."""
+    """Creates or updates the row of a user of the OpenID Connect provider. No key matches
+    this row, since its digest is not a SHA-256."""
     values = {"name": identity.name, "scopes": list(identity.scopes)}
     statement = insert_for(session, Key).values(
         id=identity.id, digest=f"oidc {identity.id}", created_at=database_now(), **values
@@ -203,7 +203,8 @@ class Keyring:
         self._note(key_id, self._write_use, key_id)
 
     def _note(self, what: str | None, write: Callable[..., None], *arguments: Any) -> None:
-        """Writes something beside the requests; of the same thing, once a minute. None: every time."""
+        """Runs `write` on another thread: at most once a minute for each `what`, or every time if it is
+        None."""
         if what is not None:
             with self._lock:
                 if time.monotonic() < self._noted.get(what, 0.0):

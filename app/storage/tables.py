@@ -275,7 +275,7 @@ class Key(Base):
     id: Mapped[str] = mapped_column(primary_key=True)
     name: Mapped[str]
     digest: Mapped[str] = mapped_column(unique=True)
-    """SHA-256 of the key, in hexadecimal digits."""
+    """SHA-256 of the key, in hexadecimal digits; of a user of single sign-on, `oidc` and the id."""
     scopes: Mapped[list[Any]]
     created_at: Mapped[float]
     expires_at: Mapped[float | None]

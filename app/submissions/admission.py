@@ -36,7 +36,7 @@ from app.submissions.durations import predict, with_duration
 from app.submissions.methods import training_from
 from app.submissions.metrics import with_metrics
 from app.submissions.objectives import training_for
-from app.submissions.requested_devices import check_that_workers_can, devices_of
+from app.submissions.requested_devices import check_workers_can_train, devices_of
 from app.webhooks import addresses
 from app.webhooks.addresses import NotAllowed
 
@@ -82,7 +82,7 @@ def check(
     Args:
         planned: whether the request must leave accumulation steps and micro-batch to Accrue.
         suffix: a part of the trained model's name.
-        find: finds the model by its name; None: `starting_models.find_for_training`.
+        find: finds the model by its name; None: `starting_models.find_reference`.
 
     Raises:
         Unprocessable, NotFound, InvalidRequest: the request cannot be trained; the message names the field.
@@ -91,7 +91,7 @@ def check(
     if find is not None:
         model, base = find(requested.model_name)
     else:
-        model, base = starting_models.find_for_training(requested.model_name, inputs.database, settings)
+        model, base = starting_models.find_reference(requested.model_name, inputs.database, settings)
     training = training_from(model, requested.training_config)
     if requested.dry_run:
         inputs = inputs.fresh()
@@ -122,7 +122,7 @@ def check(
     if spec.model.job_id is not None or spec.model.layers:
         with inputs.database.reading() as session:
             parent_jobs.check_available(session, spec)
-    check_that_workers_can(spec, requested.requirements, inputs)
+    check_workers_can_train(spec, requested.requirements, inputs)
     measured, measuring = (None, None) if uploaded is None else _lengths(spec, inputs)
     sample_length = sample_length_of(spec, measured)
     profile_key = _profile_key(spec, base, devices.planned[0], sample_length)

@@ -19,10 +19,12 @@ def with_metrics(training: TrainingConfig, *, validates: bool, settings: Setting
     """
     if not training.metrics:
         return training
-    there = metric_programs(settings.metrics_dir)
+    there = metric_programs(settings.metric_programs_dir)
     for name in training.metrics:
         if name not in there:
-            known = f"there are {', '.join(sorted(there))}" if there else "ACCRUE_METRICS_DIR holds none"
+            known = (
+                f"there are {', '.join(sorted(there))}" if there else "ACCRUE_METRIC_PROGRAMS_DIR holds none"
+            )
             raise Unprocessable(f"There is no metric {name}: {known}.", field=_FIELD)
     if not validates:
         raise Unprocessable(

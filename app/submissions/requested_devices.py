@@ -124,7 +124,7 @@ def _named_gpus(
     return named
 
 
-def check_that_workers_can(spec: Spec, requirements: Mapping[str, str], inputs: PlanningInputs) -> None:
+def check_workers_can_train(spec: Spec, requirements: Mapping[str, str], inputs: PlanningInputs) -> None:
     """Checks that the devices of a worker with the required labels can train the spec; without any such
     worker, nothing is checked.
 

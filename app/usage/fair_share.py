@@ -22,7 +22,7 @@ _FORGOTTEN_DAYS = 70
 """Usage that is older counts less than a thousandth."""
 
 
-class Waiting(NamedTuple):
+class WaitingKey(NamedTuple):
     """A key with waiting jobs."""
 
     owner: str
@@ -46,7 +46,7 @@ def recent_use(
     return used
 
 
-def in_turn(waiting: Iterable[Waiting], used: Mapping[str, float]) -> list[str]:
+def in_turn(waiting: Iterable[WaitingKey], used: Mapping[str, float]) -> list[str]:
     """The keys in the order in which they may start a job; equal ones by the places of their first jobs.
 
     Args:
@@ -57,7 +57,7 @@ def in_turn(waiting: Iterable[Waiting], used: Mapping[str, float]) -> list[str]:
 
 def order(session: Session) -> list[str]:
     """The owners of queued jobs, in the order in which they may start one."""
-    waiting = [Waiting(*row) for row in _WAITING.run(session, {})]
+    waiting = [WaitingKey(*row) for row in _WAITING.run(session, {})]
     if len(waiting) < 2:  # no other key waits
         return [each.owner for each in waiting]
     ((now,),) = _NOW.run(session, {})

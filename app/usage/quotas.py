@@ -117,7 +117,7 @@ def check(session: Session, key_id: str | None) -> None:
             raise QuotaExceeded(
                 f"This key has used {quota.used_hours:,.1f} of its {quota.hours:,g} device hours this month: "
                 f"submit again from {quota.renews.isoformat()} (UTC), or ask the operator of this service "
-                "for a larger quota (accrue keys quota)."
+                "for a larger quota (accrue keys set-quota)."
             )
 
 

@@ -73,7 +73,8 @@ class BodyLimits:
         self, scope: Scope, receive: Receive, send: Send, key_id: str | None
     ) -> AsyncIterator[tuple[Receive, Send]]:
         """What receives the body within its limits, and what sends the response. A large body waits for its
-        turn once it has arrived; the turn ends with the response, however slowly that is read."""
+        turn once it has arrived. The turn ends when the response begins, so that a slow reader does not hold
+        it."""
         async with AsyncExitStack() as until_answered:
 
             async def admit(values: int, size: int) -> None:

@@ -162,7 +162,7 @@ class EventStream:
             }
 
     def _new_events(self, ready: Sequence[_Follower]) -> tuple[dict[int, list[JobEvent]], list[int]]:
-        """Reads new events: at most `_AT_ONCE`, of which each key gets its turns.
+        """Reads new events, for each key in turn, until there are `_AT_ONCE` of them after a round.
 
         Args:
             ready: the followers that have read all their events.

@@ -79,7 +79,7 @@ def test_a_model_from_a_plan_to_a_folder(shared: Accrue, tmp_path: Path) -> None
     steps = [json.loads(line) for line in run(shared, "logs", job_id, "--steps").splitlines()]
     assert [step["step"] for step in steps] == [1, 2, 3]
 
-    assert "No prompt was held out" in run(shared, "sample", job_id)
+    assert "No prompt was held out" in run(shared, "completions", job_id)
 
     folder, mine = tmp_path / "model", tmp_path / "model.part" / "mine"
     mine.parent.mkdir()
@@ -132,11 +132,11 @@ def test_logs_follow_shows_events_to_the_end(shared: Accrue, data: Path) -> None
     requested = ("submit", str(data), "--max-steps", "3", "--max-length", "32")
     job_id = run(shared, *requested, "--validation-split", "0.2").split()[0]
     told = [json.loads(line) for line in run(shared, "logs", job_id, "--follow", "--json").splitlines()]
-    (completed, *_) = json.loads(run(shared, "sample", job_id, "--json"))["data"]
+    (completed, *_) = json.loads(run(shared, "completions", job_id, "--json"))["data"]
     assert "All work" in completed["prompt"] + completed["expected"]
     assert completed["before"] is not None
     assert completed["after"] is not None
-    assert completed["prompt"].splitlines()[0] in run(shared, "sample", job_id)
+    assert completed["prompt"].splitlines()[0] in run(shared, "completions", job_id)
     assert (told[0]["type"], told[-1]["type"]) == ("submitted", "succeeded")
     assert len({event["id"] for event in told}) == len(told)
 
@@ -276,8 +276,11 @@ def test_keys(accrue: Accrue) -> None:
     assert "A key is needed" in run(accrue, "jobs", status=1)
     listed = json.loads(run(accrue, "keys", "list", "--json"))
     assert "alice" in run(accrue, "keys", "list")
+    assert "either --device-hours or --unlimited" in run(
+        accrue, "keys", "set-quota", listed[0]["id"], status=2
+    )
     assert "a quota of 10 device hours" in run(
-        accrue, "keys", "quota", listed[0]["id"], "--device-hours", "10"
+        accrue, "keys", "set-quota", listed[0]["id"], "--device-hours", "10"
     )
     accrue.env["ACCRUE_API_KEY"] = key
     assert "0.00 of 10 device hours used this month" in " ".join(run(accrue, "usage").split())

@@ -81,13 +81,17 @@ def is_http(case: Any) -> bool:
 
 def is_sent_whole(case: Any) -> bool:
     """Whether drawn parameters stay distinguishable from allowed ones in the URL: an empty list or object
-    leaves no trace in it, and a list of one member looks like that member."""
-    return all(_leaves_its_kind(value) for value in (case.query or {}).values())
+    leaves no trace in it, a list of one member looks like that member, and an object's members look like
+    parameters with their names."""
+    names = {parameter.name for parameter in case.operation.query}
+    return all(_leaves_its_kind(value, names) for value in (case.query or {}).values())
 
 
-def _leaves_its_kind(value: Any) -> bool:
+def _leaves_its_kind(value: Any, names: set[str]) -> bool:
     if isinstance(value, list):
         return len([each for each in value if each is not None]) > 1
+    if isinstance(value, dict) and names & set(value):
+        return False
     return value not in ({}, None)
 
 

@@ -11,7 +11,7 @@ from sqlalchemy import update
 from app.devices import live_workers
 from app.jobs import preemption, queue
 from app.jobs.placement import DeviceId
-from app.jobs.preemption import Occupant, Reserved, Room, Waiting, WorkerView, room_for
+from app.jobs.preemption import Occupant, QueuedJob, Reserved, Room, WorkerView, room_for
 from app.jobs.queue import AGEING_SECONDS, Offer
 from app.jobs.transitions import Fence
 from app.storage.database import Database, database_now
@@ -21,8 +21,8 @@ from tests.harness.submissions import submitted
 
 def waiting(
     priority: int = 5, devices: int = 1, gpu_ids: frozenset[int] = frozenset(), owner: str = ""
-) -> Waiting:
-    return Waiting("urgent", owner, priority, devices, gpu_ids)
+) -> QueuedJob:
+    return QueuedJob("urgent", owner, priority, devices, gpu_ids)
 
 
 def occupant(
@@ -33,7 +33,7 @@ def occupant(
 
 
 def leaving(
-    own: Waiting, *occupants: Occupant, free: tuple[int, ...] = (), fairly: bool = False
+    own: QueuedJob, *occupants: Occupant, free: tuple[int, ...] = (), fairly: bool = False
 ) -> list[str] | None:
     room = room_for(own, occupants, frozenset(free), fairly=fairly)
     return None if room is None else list(room.leaving)

@@ -18,7 +18,7 @@ def metrics(tmp_path: Path) -> Path:
 
 
 def answered(settings: Settings, folder: Path | None, dataset: dict[str, Any], **training: Any) -> Any:
-    with service(settings, metrics_dir=folder) as (client, header):
+    with service(settings, metric_programs_dir=folder) as (client, header):
         body = {
             **JOB,
             "dataset_config": {**JOB["dataset_config"], **dataset},
@@ -55,4 +55,4 @@ def test_metrics_that_cannot_be_computed_are_refused(
 
 def test_without_a_folder_there_are_none(settings: Settings) -> None:
     answer = answered(settings, None, {"validation_split": 0.5}, metrics=["own"])
-    assert "ACCRUE_METRICS_DIR holds none" in answer.json()["detail"]
+    assert "ACCRUE_METRIC_PROGRAMS_DIR holds none" in answer.json()["detail"]

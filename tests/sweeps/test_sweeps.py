@@ -364,13 +364,13 @@ def test_the_model_is_looked_up_once(
     client: TestClient, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
-    own = starting_models.find_for_training
+    own = starting_models.find_reference
 
     def find(name: str, *rest: Any) -> Any:
         asked.append(name)
         return own(name, *rest)
 
-    monkeypatch.setattr(starting_models, "find_for_training", find)
+    monkeypatch.setattr(starting_models, "find_reference", find)
     create(client, body)
     assert asked == ["accrue/tiny-gpt2"]
 

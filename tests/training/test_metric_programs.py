@@ -85,7 +85,7 @@ def test_a_run_reports_its_metrics(tmp_path: Path) -> None:
     assert [(each["data"]["step"], each["data"]["value"]) for each in found] == [(0, 4), (5, 4), (10, 4)]
     missing = [event for event in events_of_kind(run, "metric") if event["data"]["name"] == "missing"]
     assert {each["level"] for each in missing} == {"warning"}
-    assert "ACCRUE_METRICS_DIR" in missing[0]["message"]
+    assert "ACCRUE_METRIC_PROGRAMS_DIR" in missing[0]["message"]
     broken = [event for event in events_of_kind(run, "metric") if event["data"]["name"] == "broken"]
     assert all(each["data"]["value"] is None for each in broken)
 

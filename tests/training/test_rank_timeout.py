@@ -21,13 +21,13 @@ def given_up(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 def test_it_gives_up_after_many_windows_of_waiting(given_up: threading.Event) -> None:
     limited = RankTimeout(lambda _: given_up.set())
     limited.note_window(0.001, COST)
-    with limited.training(COST), limited.waiting():
+    with limited.limited_waiting(COST), limited.waiting():
         assert given_up.wait(10)
 
 
 def test_it_waits_for_ever_while_no_window_s_length_is_known(given_up: threading.Event) -> None:
     limited = RankTimeout(lambda _: given_up.set())
-    with limited.training(COST), limited.waiting():
+    with limited.limited_waiting(COST), limited.waiting():
         time.sleep(0.3)
     assert not given_up.is_set()
 
@@ -35,7 +35,7 @@ def test_it_waits_for_ever_while_no_window_s_length_is_known(given_up: threading
 def test_it_waits_for_ever_between_windows(given_up: threading.Event) -> None:
     limited = RankTimeout(lambda _: given_up.set())
     limited.note_window(0.001, COST)
-    with limited.training(COST):
+    with limited.limited_waiting(COST):
         pass
     with limited.waiting():
         time.sleep(0.3)
@@ -45,7 +45,7 @@ def test_it_waits_for_ever_between_windows(given_up: threading.Event) -> None:
 def test_short_waits_do_not_add_up(given_up: threading.Event) -> None:
     limited = RankTimeout(lambda _: given_up.set())
     limited.note_window(0.04, COST)
-    with limited.training(COST):
+    with limited.limited_waiting(COST):
         for _ in range(20):
             with limited.waiting():
                 time.sleep(0.05)
@@ -59,6 +59,6 @@ def test_short_waits_do_not_add_up(given_up: threading.Event) -> None:
 def test_it_waits_longer_for_a_larger_window(given_up: threading.Event, cost: Cost) -> None:
     limited = RankTimeout(lambda _: given_up.set())
     limited.note_window(0.001, COST)
-    with limited.training(cost), limited.waiting():
+    with limited.limited_waiting(cost), limited.waiting():
         time.sleep(0.3)
     assert not given_up.is_set()

@@ -15,7 +15,7 @@ from app.security import keys
 from app.storage.database import Database, database_now
 from app.storage.tables import Attempt, Job, Usage
 from app.usage import fair_share, records
-from app.usage.fair_share import Waiting, in_turn, recent_use
+from app.usage.fair_share import WaitingKey, in_turn, recent_use
 from tests.harness.submissions import submitted
 
 HOUR, DAY = 3600.0, 86400.0
@@ -27,7 +27,7 @@ def test_use_halves_in_a_week() -> None:
 
 
 def test_the_key_that_has_used_least_goes_first_and_then_the_older_job() -> None:
-    waiting = [Waiting("a", 1.0), Waiting("b", 3.0), Waiting("c", 2.0), Waiting("", 4.0)]
+    waiting = [WaitingKey("a", 1.0), WaitingKey("b", 3.0), WaitingKey("c", 2.0), WaitingKey("", 4.0)]
     assert in_turn(waiting, {"a": 10.0, "": 5.0}) == ["c", "b", "", "a"]
 
 
@@ -133,7 +133,7 @@ class Month:
         running: list[tuple[float, float, str]],
         now: float,
     ) -> str:
-        there = [Waiting(owner, jobs[0][0]) for owner, jobs in waiting.items() if jobs]
+        there = [WaitingKey(owner, jobs[0][0]) for owner, jobs in waiting.items() if jobs]
         if not self.fairly:
             return min(there, key=lambda each: each.place).owner
         so_far: dict[str, float] = defaultdict(float)

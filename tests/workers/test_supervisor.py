@@ -36,6 +36,7 @@ def supervisor(settings: Settings, database: Database) -> Iterator[Supervisor]:
     changes["lease_seconds"] = 600  # nobody renews them here, and a trainer ends before its lease does
     chosen = settings.model_copy(update=changes)
     supervisor = Supervisor(chosen, database, Slots(on_cpu=True))
+    supervisor.locks._gpus = settings.data_dir  # not of other tests that run beside this one
     yield supervisor
     end_all(supervisor)
 
@@ -266,8 +267,8 @@ def test_a_job_that_is_wider_than_all_workers_that_may_run_it_starts(
         slots.set_aside(device, "a test")
     free = slots.usable()
     with database.reading() as session:
-        partly = supervisor.offers.make(session, free[1:], {}, supervisor.labels())
-        offers = supervisor.offers.make(session, free, {}, supervisor.labels())
+        partly = supervisor.offers.make(session, slots, free[1:], {}, supervisor.labels())
+        offers = supervisor.offers.make(session, slots, free, {}, supervisor.labels())
     assert supervisor._claim_first(partly) == (None, []), "it waits for the worker's other devices"
     fence, devices = supervisor._claim_first(offers)
     assert fence is not None

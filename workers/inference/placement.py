@@ -18,7 +18,7 @@ from workers.training.host_memory import available_on_host
 _LOOKING_SECONDS = 0.03
 """The longest that a worker usually takes to look for jobs; all answers wait meanwhile."""
 _WAITS_EVERY_SECONDS = 1.0
-"""How often that is waited for at most, however many GPUs and requests there are."""
+"""The time between two such waits is at least this, whatever the number of GPUs and requests."""
 
 _FULL = 0.9
 """The share of a device's memory that a model may take."""

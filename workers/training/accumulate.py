@@ -88,7 +88,7 @@ def train_window(training: TrainingRun, window: Indices, denominator: float) -> 
         measures = _measures(training)
         groups = divide(training, window, measured=measures)
         cost = _cost(training, window, groups)
-        with contextlib.nullcontext() if cost is None else training.group.training(cost):
+        with contextlib.nullcontext() if cost is None else training.group.limited_waiting(cost):
             observed, added = observe(training, window, groups, denominator, record_first_norm=measures)
         verdict = decide(observed, scale_can_fall=own.scale_can_fall, accept=accept)
         if verdict is Verdict.INTERRUPT:

@@ -126,10 +126,10 @@ def lay_out(
         weights = np.where(targets > 0, weights, np.float32(0))
     if samples.objective is None:
         return collate(rows, layout, np.repeat(weights, len(places)).tolist())
-    prompts_count = samples.objective.name == "orpo"
+    prompts_are_targets = samples.objective.name == "orpo"
     parts = [np.full(int(counts[1:].sum()), number, np.int64) for number, (_, counts) in enumerate(rows)]
     counted = [max(1, len(part)) for part in parts]
-    if prompts_count:
+    if prompts_are_targets:
         for number in range(0, len(rows), 2):
             tokens, counts = rows[number]
             parts[number] = np.where(counts[1:], number, len(rows) + number // 2)
@@ -143,7 +143,7 @@ def lay_out(
         reference=torch.from_numpy(samples.reference[list(chosen)][:, list(places)].reshape(-1)),
         weights=torch.from_numpy(weights.astype(np.float64)),
         desirable=None if own is None else torch.from_numpy(own),
-        parts=len(rows) + (len(rows) // 2 if prompts_count else 0),
+        parts=len(rows) + (len(rows) // 2 if prompts_are_targets else 0),
     )
     return replace(batch, scoring=scoring)
 

@@ -132,7 +132,7 @@ def _score(training: "TrainingRun", completed: list[Completed]) -> None:
     for name in training.assignment.spec.metrics:
         try:
             if name not in programs:
-                raise NotScored("this worker has no such program in ACCRUE_METRICS_DIR")
+                raise NotScored("this worker has no such program in ACCRUE_METRIC_PROGRAMS_DIR")
             value = score(programs[name], completed)
         except NotScored as error:
             why = f"The metric {name} was not computed: {error}."

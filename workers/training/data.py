@@ -80,11 +80,16 @@ class Samples:
     A sample is one sequence of tokens, or two: those of a pair's chosen and rejected answer; or, for KTO, its
     own and its mismatch (its prompt with the completion of another sample), which trains nothing.
 
-    All of these have the shape (samples,): `tokens` (int64) of a sample's trained sequences; `lengths`
-    (int64), by which windows are cut: these sequences, padded to the longest; `targets` (int64), the tokens
-    that count for the loss, 0 if either answer of a pair has none; `weights` (fp32), how much each of these,
-    or with a preference objective the sample, counts; `labels` (bool), whether a completion is desirable, or
-    None; `classes` (int64), which class a text has, or None. A text with a class has one target.
+    These attributes have the shape (samples,):
+
+    - `tokens` (int64): the tokens of the trained sequences.
+    - `lengths` (int64): the padded length by which windows are cut: the number of trained sequences times the
+      longest stored one (for KTO, the mismatch counts among the stored ones).
+    - `targets` (int64): the tokens of the trained sequences that count for the loss; 0 if either answer of a
+      pair has none, and 1 for a text with a class.
+    - `weights` (fp32): the weight of each target token or, with a preference objective, of the sample.
+    - `labels` (bool): for KTO, whether the completion is desirable; otherwise None.
+    - `classes` (int64): the class of the text; None unless texts have classes.
     """
 
     def __init__(self, folder: Path) -> None:

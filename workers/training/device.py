@@ -28,7 +28,7 @@ def device_of(plan: Plan, rank: RankPlan, *, deterministic: bool = False) -> tor
         use_deterministic_kernels()
     attention.choose_kernels(plan.precision, deterministic=deterministic)
     check_cuda()
-    # The supervisor shows each rank only its own GPU; torchrun shows all of them.
+    # The launcher shows each rank only its own GPU; torchrun shows all of them.
     local = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cuda", local if local < torch.cuda.device_count() else 0)
     torch.cuda.set_device(device)  # Triton starts kernels on the current device

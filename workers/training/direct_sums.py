@@ -99,7 +99,7 @@ def _has_hooks(parameter: Any) -> bool:
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
-# The parameters have the names of those that they replace.
+# The arguments below have the names that they have in the methods replaced, since callers may use the names.
 
 
 def _linear(module: nn.Linear, input: Tensor) -> Tensor:

@@ -83,7 +83,7 @@ def fit(
             finish_checkpoints(training)
             raise Interrupted from None
         finally:
-            with contextlib.suppress(OSError):  # another error, or nothing, is on its way
+            with contextlib.suppress(OSError):  # it must not replace an error that is being raised
                 _report_checkpoints(training, training.checkpoints.wait())
             training.checkpoints.close()
             training.loader.executor.shutdown(cancel_futures=True)

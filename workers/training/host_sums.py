@@ -1,9 +1,9 @@
 """Sums a GPU's gradients in host memory while the backward pass goes on.
 
 Each gradient is copied to pinned memory on a stream of its own, and a thread adds it to its sum once it has
-arrived. At most `PENDING_BYTES` of gradients wait on the device, so that it holds hardly more than one
-parameter's. Each parameter's gradients are added in the order in which they were computed, so that the sums
-are the same, bit for bit, as without the thread.
+arrived. At most `PENDING_BYTES` of gradients, or a single larger one, wait on the device. Each parameter's
+gradients are added in the order in which they were computed, so that the sums are the same, bit for bit, as
+without the thread.
 """
 
 import threading

@@ -1,4 +1,5 @@
-"""Makes a base model's files safe to load: stages them in a folder in which nothing refers to other folders.
+"""Makes a base model's files safe to load: stages them in a folder whose configurations name no other files,
+and whose links lead only to the model's own files.
 
 A model's files are untrusted, but loaders follow them: a tokenizer's configuration may name any file of the
 machine as its vocabulary, an index may name weights elsewhere, and a link may point anywhere. So a model is
@@ -16,7 +17,8 @@ from typing import Any
 from app.contract.model_fingerprint import TEMPLATES
 from workers.training.exceptions import CannotTrain
 
-MAX_CONFIG_BYTES = 2**20
+MAX_JSON_BYTES = 2**24
+"""Also the maximum of a chat template."""
 MAX_TOKENIZER_BYTES = 256 * 2**20
 
 _WEIGHTS = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors$")
@@ -27,7 +29,7 @@ _MOST_TEMPLATES = 20
 _VOCABULARIES = (("tokenizer.json",), ("vocab.json", "merges.txt"), ("tokenizer.model",))
 """Sets of files from which a tokenizer can be read, always in the model's own folder; one set is enough."""
 
-_COPIED = (
+_LINKED = (
     "tokenizer.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja",
 )  # fmt: skip
 
@@ -98,14 +100,14 @@ def stage(source: Path, target: Path) -> Path:
     if added is not None:
         numbers = {token: number for token, number in added.items() if type(number) is int}
         (target / "added_tokens.json").write_text(json.dumps(numbers))
-    for name in _COPIED:
+    for name in _LINKED:
         _link(source, target, name, MAX_TOKENIZER_BYTES)
     for name in _weights(source):
         _link(source, target, name)
     for name in sorted(path.name for path in (source / TEMPLATES).glob("*.jinja"))[:_MOST_TEMPLATES]:
         if _TEMPLATE.fullmatch(name):
             (target / TEMPLATES).mkdir(exist_ok=True)
-            _link(source, target, f"{TEMPLATES}/{name}", 16 * MAX_CONFIG_BYTES)
+            _link(source, target, f"{TEMPLATES}/{name}", MAX_JSON_BYTES)
     return target
 
 
@@ -194,7 +196,7 @@ def _json(source: Path, name: str) -> dict[str, Any] | None:
     path = _own(source, name)
     if path is None:
         return None
-    most = MAX_TOKENIZER_BYTES if name == _INDEX else 16 * MAX_CONFIG_BYTES
+    most = MAX_TOKENIZER_BYTES if name == _INDEX else MAX_JSON_BYTES
     if path.stat().st_size > most:
         raise CannotTrain("model_not_loaded", f"{name} of the model is larger than {most} bytes")
     try:

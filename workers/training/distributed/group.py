@@ -87,7 +87,7 @@ class Group:
     def wait(self) -> None:
         """Returns once all ranks have called it."""
 
-    def training(self, cost: Cost) -> AbstractContextManager[None]:
+    def limited_waiting(self, cost: Cost) -> AbstractContextManager[None]:
         """Within the block, ends a rank that waits for another one for far longer than a window can take."""
         return contextlib.nullcontext()
 
@@ -193,8 +193,8 @@ class ProcessGroup(Group):
     def wait(self) -> None:
         self.any(False)
 
-    def training(self, cost: Cost) -> AbstractContextManager[None]:
-        return self._timeout.training(cost)
+    def limited_waiting(self, cost: Cost) -> AbstractContextManager[None]:
+        return self._timeout.limited_waiting(cost)
 
     def note_window(self, seconds: float, cost: Cost) -> None:
         self._timeout.note_window(seconds, cost)

@@ -1,9 +1,9 @@
 """Starts a process for each rank of a run, and ends all of them as soon as one fails.
 
-This does what PyTorch's elastic agent does for one machine, without its restarts and its server: a worker
-claims the job again after a failed attempt, and ranks find each other by a file that only their user can
-read. It needs only the standard library and pydantic, so that it takes little memory beside
-the ranks.
+This does what PyTorch's elastic agent does for one machine, without its server: ranks find each other by a
+file that only their user can read. It restarts the ranks only if they ran out of memory; after any other
+failure, a worker claims the job again. It needs only the standard library and pydantic, so that it takes
+little memory beside the ranks.
 """
 
 import contextlib

@@ -75,7 +75,7 @@ class RankTimeout:
         return time.monotonic() - self._suspended
 
     @contextlib.contextmanager
-    def training(self, cost: Cost) -> Iterator[None]:
+    def limited_waiting(self, cost: Cost) -> Iterator[None]:
         """Limits waiting within the block, once the time of another window is known."""
         if self._longest is not None:
             seconds, known = self._longest

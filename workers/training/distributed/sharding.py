@@ -104,11 +104,11 @@ class ShardedParameters(Parameters):
         """FSDP's parameter of this name, a DTensor."""
         return self._divided[name]
 
-    def exchange_in_next_pass(self, exchange: bool) -> None:
-        """Sets whether the next backward pass is the window's last; after that one, nothing stays whole."""
+    def prepare_pass(self, *, is_last: bool) -> None:
+        """Call this before a backward pass. After the window's last one, nothing stays whole."""
         for module in self._modules:
-            module.set_requires_gradient_sync(exchange or self.stage > 1, recurse=False)
-            module.set_reshard_after_backward(exchange or self.stage == 3, recurse=False)
+            module.set_requires_gradient_sync(is_last or self.stage > 1, recurse=False)
+            module.set_reshard_after_backward(is_last or self.stage == 3, recurse=False)
 
     def keep_parts_only(self) -> None:
         """Discards what is whole: weights, and gradients that were not exchanged."""
@@ -149,10 +149,10 @@ class ShardedSums:
         self._pairs = [(parameters.divided(name), own) for name, own in parameters.trained.items()]
 
     def open(self, loss_factor: float) -> None:
-        self._parameters.exchange_in_next_pass(False)
+        self._parameters.prepare_pass(is_last=False)
 
     def begin_last(self) -> None:
-        self._parameters.exchange_in_next_pass(True)
+        self._parameters.prepare_pass(is_last=True)
 
     def settle(self) -> None:
         """Every gradient is added during its backward pass."""

@@ -17,9 +17,9 @@ WORTH_CHANGING = 0.03
 """Shares change only if some rank is expected to wait for longer than this share of the window."""
 
 _GROWTH_WITHOUT_WORK = 1.5
-"""A rank that got no sample in a whole period cannot be measured: its share grows by this factor, so that it
-gets one again at some time, but not beyond that of the fastest rank: if there are fewer samples than ranks,
-some rank is always without."""
+"""A rank that got no sample in a whole period could not be measured. Its share then grows by this factor, so
+that it gets samples again at some time, but never beyond the share of the fastest rank: with fewer samples
+than ranks, some rank always gets none."""
 
 
 @dataclass(frozen=True)

@@ -280,7 +280,7 @@ function makeInputs(chosen) {
     ),
     epochs: whole("epochs"),
     rate: text("rate"),
-    validation: text("validation", { inputmode: "decimal", placeholder: "0.1" }),
+    validation: text("validation", { inputmode: "decimal", placeholder: "none; 0.1 is usual" }),
   };
 }
 
