@@ -50,6 +50,32 @@ class Settings(BaseSettings):
     worker_labels: str = Field(
         "", description="Labels of this machine's workers, which jobs may require: zone=a,gpu_type=H100"
     )
+    executor: Literal["", "process", "slurm", "ray", "kubernetes"] = Field(
+        "",
+        description="Where this worker's trainers run: empty, on this machine; slurm, ray or kubernetes, on "
+        "the nodes of that engine; process, on this machine as in an engine, to try one out",
+    )
+    executor_devices: str = Field(
+        "",
+        description="What this worker's jobs may use in the engine at the same time: A100-80GB,A100-80GB",
+    )
+    devices_per_node: int = Field(
+        8, ge=1, le=64, description="Devices of a node of the engine; larger jobs use several nodes"
+    )
+    slurm_options: str = Field(
+        "", description="Options of sbatch for every job: --partition=gpu --account=lab"
+    )
+    ray_address: str = Field(
+        "http://127.0.0.1:8265", description="Address of the dashboard of the Ray cluster's head node"
+    )
+    kubernetes_namespace: str = Field("default", description="Namespace of the trainers' jobs")
+    kubernetes_image: str = Field("", description="Image of the trainers: the worker's own image")
+    kubernetes_volume: str = Field(
+        "", description="Persistent volume claim that holds ACCRUE_DATA_DIR, mounted at the same path"
+    )
+    kubernetes_runtime: str = Field(
+        "", description="Runtime of Kubeflow Trainer, for TrainJobs; empty: plain Jobs"
+    )
     offline: bool = Field(
         False, description="Make no request to the Hugging Face Hub, for models or datasets"
     )
@@ -198,7 +224,7 @@ class Settings(BaseSettings):
         description="Degrees Celsius above which training pauses until the GPU is 5 degrees below this limit",
     )
 
-    @field_validator("gpus")
+    @field_validator("gpus", "executor_devices")
     @classmethod
     def _gpus_are_understood(cls, value: str) -> str:
         parse_declared([phrase for phrase in value.split(",") if phrase.strip()])

@@ -9,6 +9,8 @@ from app.runtime.parent import end_with_parent
 from app.settings import get_settings
 from app.storage.database import Database
 from app.storage.migrations import migrate
+from workers.executors.choose import executor_of
+from workers.executors.slots import ExecutorSlots
 from workers.slots import Slots
 from workers.supervisor import Supervisor
 from workers.trainer_process import check_network_isolation
@@ -31,8 +33,9 @@ def main(*, until_empty: bool = False) -> None:
     with held_by_worker(settings):
         migrate(settings.resolved_database_url)
         database = Database(settings.resolved_database_url, idle_seconds=settings.lease_seconds)
-        slots = Slots(cpu_devices=settings.cpu_devices)
-        supervisor = Supervisor(settings, database, slots, until_empty=until_empty)
+        executor = executor_of(settings)
+        slots = Slots(cpu_devices=settings.cpu_devices) if executor is None else ExecutorSlots(executor)
+        supervisor = Supervisor(settings, database, slots, executor, until_empty=until_empty)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, supervisor.stop)
         signal.signal(signal.SIGUSR1, supervisor.drain)

@@ -56,7 +56,7 @@ class DeviceLocks:
         return descriptor
 
     def _path(self, device: Device) -> Path:
-        if device.kind == "cpu":
+        if isinstance(device.id, str):  # a processor, or a device of an engine
             return self._cpu / f".device-{str(device.id).replace(':', '')}-{socket.gethostname()}"
         self._gpus.mkdir(mode=0o700, exist_ok=True)
         return self._gpus / f"device-{device.id}"

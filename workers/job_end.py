@@ -43,6 +43,8 @@ def end_job(
         queue.make_way(session, fence, running.interrupted_because or "it makes way for another job")
     elif running.interrupted_because or (status == INTERRUPTED and interrupted):
         queue.release(session, fence, running.interrupted_because or "interrupted")
+    elif running.trainer.evicted_because is not None:
+        queue.release(session, fence, running.trainer.evicted_because)
     elif status == IN_USE:
         queue.postpone(session, fence, "an earlier trainer of the job has not ended yet", _IN_USE_SECONDS)
     elif failure is not None and _is_machine_failure(running, failure):

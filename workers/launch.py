@@ -29,7 +29,9 @@ from app.settings import Settings
 from app.storage.database import Database
 from app.storage.session import Session
 from app.storage.tables import Job
-from workers.leases import Running
+from workers.executors.protocol import Executor, Launch
+from workers.executors.remote_trainer import RemoteTrainer, Terms
+from workers.leases import Running, Trainer
 from workers.run_directory import RunDirectory
 from workers.trainer_process import TrainerProcess
 from workers.training.filesystem_view import named_view
@@ -46,6 +48,8 @@ class Launcher:
 
     settings: Settings
     database: Database
+    executor: Executor | None = None
+    """The engine that runs the trainers; None: they run on this machine."""
 
     def launch(
         self, job: Job, fence: Fence, devices: tuple[Device, ...], claimed_at: float, locks: list[int]
@@ -101,13 +105,40 @@ class Launcher:
         silence = self.settings.lease_seconds - self.settings.heartbeat_seconds - 1
         network = self.settings.trainer_network
         view = named_view(self.settings.data_dir, assignment) if self.settings.trainer_isolation else ""
-        trainer = TrainerProcess(run, devices, silence, network=network, device_locks=locks, view=view)
-        log.info("trainer started", job=job.id, attempt=job.attempt, pid=trainer.pid)
         lease_until = claimed_at + self.settings.lease_seconds
         # A GPU's checkpoint may still be being written when the last one begins (CheckpointWriter).
         checkpoints = checkpoint_bytes(spec) * (2 if devices[0].kind == "cuda" else 1)
         grace = self.settings.stop_grace_seconds + checkpoints / _CHECKPOINT_BYTES_PER_SECOND
+        trainer: Trainer
+        if self.executor is None:
+            trainer = TrainerProcess(run, devices, silence, network=network, device_locks=locks, view=view)
+        else:
+            where = self._launch_in_engine(fence, run, devices, grace)
+            trainer = RemoteTrainer(self.executor, run, where, Terms(silence, network, view), locks)
+        log.info("trainer started", job=job.id, attempt=job.attempt, pid=trainer.pid)
         return Running(fence, devices, trainer, run, lease_until, timeout_at, grace)
+
+    def _launch_in_engine(
+        self, fence: Fence, run: RunDirectory, devices: tuple[Device, ...], grace_seconds: float
+    ) -> Launch:
+        """One attempt, on as few nodes as possible, all of which have equally many of its devices.
+
+        Raises:
+            ValueError: the devices cannot be divided like this.
+        """
+        nodes = -(-len(devices) // self.settings.devices_per_node)
+        if len(devices) % nodes:
+            raise ValueError(
+                f"{len(devices)} devices do not make {nodes} equal nodes: request a multiple of {nodes}"
+            )
+        return Launch(
+            handle=f"accrue-{fence.job_id}-{fence.attempt}",
+            run_dir=run.path,
+            nodes=nodes,
+            devices_per_node=len(devices) // nodes,
+            on_gpus=devices[0].kind == "cuda",
+            grace_seconds=grace_seconds,
+        )
 
     def _check_disk_space(self, spec: Spec) -> None:
         """Checks that the disk has space for the checkpoints and the model that the job writes.
@@ -169,8 +200,8 @@ def _sample_length(session: Session, spec: Spec, devices: Sequence[Device], know
 
 
 def _name(devices: Sequence[Device]) -> str:
-    """The devices as a job shows them, such as cpu, cuda:0 or cuda:0,2."""
-    if devices[0].kind == "cpu":
+    """The devices as a job shows them, such as cpu, cuda:0,2 or slurm:0,slurm:1."""
+    if isinstance(devices[0].id, str):
         return ",".join(str(device.id) for device in devices)
     return "cuda:" + ",".join(str(device.id) for device in devices)
 

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
@@ -27,7 +27,6 @@ from app.storage.database import Database
 from app.storage.tables import Worker
 from workers.ingest import Position
 from workers.run_directory import RunDirectory
-from workers.trainer_process import TrainerProcess
 
 log = structlog.get_logger("accrue.worker")
 
@@ -40,6 +39,44 @@ _KILL_MARGIN_SECONDS = 1.0
 _ENFORCE_INTERVAL_SECONDS = 0.2
 
 
+class Trainer(Protocol):
+    """A trainer at work: a process of this machine (trainer_process.py), or one that an engine runs
+    (executors/remote_trainer.py)."""
+
+    evicted_because: str | None
+    """Why its engine has ended it, for a reason that is not the job's; None: it has not."""
+
+    @property
+    def pid(self) -> int | str:
+        """What identifies it in logs."""
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it has not started yet, since its engine has no free devices."""
+
+    @property
+    def overdue(self) -> bool:
+        """Whether the grace period of a requested stop is over."""
+
+    def new_messages(self) -> list[str]:
+        """What has happened in its engine since the last call."""
+
+    def status(self) -> int | None:
+        """The exit status, negative after a signal; None while it may be alive."""
+
+    def sign_of_life(self) -> None:
+        """Tells it that its lease is still valid."""
+
+    def interrupt(self, grace_seconds: float) -> None:
+        """Lets it write a checkpoint and end."""
+
+    def kill(self) -> None:
+        """Ends it now."""
+
+    def close(self) -> None:
+        """Releases its resources once it has ended."""
+
+
 @dataclass
 class Running:
     """A trainer at work. Times are of the monotonic clock, in seconds."""
@@ -47,7 +84,7 @@ class Running:
     fence: Fence
     devices: tuple[Device, ...]
     """One for each rank."""
-    trainer: TrainerProcess
+    trainer: Trainer
     run: RunDirectory
     lease_until: float
     timeout_at: float | None
@@ -78,6 +115,13 @@ class Running:
     checked yet."""
     lost: bool = False
     """Whether the job may belong to another worker now; the supervisor then kills the trainer."""
+    waited_until: float | None = None
+
+    def wait_until(self, now: float) -> None:
+        """Notes that the trainer has not started yet: this time does not count towards its time limits."""
+        if self.timeout_at is not None and self.waited_until is not None:
+            self.timeout_at += now - self.waited_until
+        self.waited_until = self.last_sign_at = now
 
 
 class LeaseKeeper:

@@ -56,7 +56,8 @@ class MakingWay:
         """Looks for a queued job that others should make way for, and holds its devices from now on.
 
         Args:
-            staying, going: the worker's trainers, without and with those that have been asked to stop.
+            staying: the worker's trainers that have not been asked to stop.
+            going: those that have been asked to stop, or killed, and have not ended yet.
             unclaimed: the free devices that no job has claimed in this turn.
             offers: with what the last offers reserved.
             labels: the worker's.

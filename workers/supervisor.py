@@ -21,7 +21,7 @@ from app.devices import live_workers
 from app.errors import ReplacedDatabase
 from app.exports import requests as export_requests
 from app.inference import requests
-from app.jobs import queue, transitions
+from app.jobs import events, queue, transitions
 from app.jobs.placement import DeviceId
 from app.jobs.transitions import Fence, LostJob
 from app.planning.devices import Device
@@ -32,6 +32,7 @@ from app.storage.ids import new_id
 from app.storage.session import Session
 from workers import helper_process, job_measurements, temperature
 from workers.device_locks import DeviceLocks
+from workers.executors.protocol import Executor
 from workers.helper_process import HelperProcess
 from workers.ingest import Position, ingest
 from workers.job_end import DEVICE_LOST, RETRY_SECONDS, end_job
@@ -60,6 +61,8 @@ class Supervisor:
     settings: Settings
     database: Database
     slots: Slots
+    executor: Executor | None = None
+    """The engine that runs the trainers; None: they run on this machine."""
     id: str = field(default_factory=lambda: new_id("worker"))
     running: list[Running] = field(default_factory=list)
     leaving: list[Running] = field(default_factory=list)
@@ -79,7 +82,7 @@ class Supervisor:
         self.locks = DeviceLocks(self.settings)
         self.offers = Offers(self.settings)
         self.making_way = MakingWay(self.settings, self.database, self.id)
-        self.launcher = Launcher(self.settings, self.database)
+        self.launcher = Launcher(self.settings, self.database, self.executor)
         self.leases = LeaseKeeper(
             self.settings, self.id, lambda: list(self.running), self.slots.available, self.labels
         )
@@ -177,6 +180,8 @@ class Supervisor:
     def _enforce_limits(self, running: Running) -> None:
         """Enforces a trainer's limits and requests. This does not use the database."""
         now = time.monotonic()
+        if running.trainer.is_waiting:
+            running.wait_until(now)
         if running.lost:
             self._lose(running)
         elif running.broken is not None:
@@ -340,6 +345,12 @@ class Supervisor:
             return
         if status is not None:
             self._check_device(running)
+        if messages := running.trainer.new_messages():
+            with self.database.writing() as session:
+                for message in messages:
+                    events.record_event(
+                        session, transitions.get(session, running.fence.job_id), "engine", message
+                    )
         while True:
             with self.database.writing() as session:
                 position = self._ingest(session, running, status)

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from app import PACKAGE_PREFIX, PACKAGES_FOLDER
@@ -80,6 +80,7 @@ class TrainerProcess:
         network: bool = True,
         device_locks: Sequence[int] = (),
         view: str = "",
+        variables: Mapping[str, str] | None = None,
     ) -> None:
         """
         Args:
@@ -89,6 +90,7 @@ class TrainerProcess:
             device_locks: descriptors that the trainer keeps open as long as it lives.
             view: the files of a folder that the trainer may see, where the machine supports this
                 (`filesystem_view.named_view`); empty for no restriction.
+            variables: further environment variables.
 
         Raises:
             OSError: the process cannot be started.
@@ -108,6 +110,7 @@ class TrainerProcess:
                         **_environment(devices, theirs, silence_seconds),
                         TOKEN_VARIABLE: str(token),
                         HIDDEN_VARIABLE: view,
+                        **(variables or {}),
                     },
                     pass_fds=[theirs, token, *device_locks],
                     start_new_session=True,
@@ -128,9 +131,17 @@ class TrainerProcess:
         """Held while checking that the process lives and signalling it, since a reaped process's id may be
         reused."""
 
+    evicted_because: str | None = None
+    """No engine ends this process."""
+    is_waiting = False
+
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    def new_messages(self) -> list[str]:
+        """Nothing: no engine is involved."""
+        return []
 
     def status(self) -> int | None:
         """The exit status; None while the trainer is alive or, after `kill()`, one of its children."""

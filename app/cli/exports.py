@@ -34,8 +34,8 @@ def export(
         str | None,
         typer.Option(
             "--type",
-            help="Type of the weights: fp32, bf16, fp16, or for gguf q8_0; default: the type in which the "
-            "base model is stored; if the trained model was saved whole, that in which it is stored",
+            help="Type of the weights: fp32, bf16, fp16, or for gguf q8_0; default: the type of the "
+            "trained model if it was saved whole, and otherwise the type in which its base model is stored",
             show_default=False,
         ),
     ] = None,

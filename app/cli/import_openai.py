@@ -33,6 +33,7 @@ def import_jobs(
     job: Annotated[
         list[str] | None,
         typer.Option(
+            metavar="JOB",
             help="A job of the account, ftjob-…; may be repeated. Without it: the newest jobs, up to --limit",
             show_default=False,
         ),
@@ -105,7 +106,8 @@ def _jobs(account: Any, named: list[str] | None) -> Iterator[Any]:
 def _import(
     files: "_Files", client: Client, job: Any, model: str, *, paused: bool, dry_run: bool
 ) -> dict[str, Any]:
-    """Imports a job. Returns its id in the account, the id of the new job, and why there is none."""
+    """Imports a job. Returns a row of the table: the job's id and model in the account, its id here or why it
+    has none, and what was done."""
     found = {"openai": printable(job.id), "model": printable(job.model), "training_id": None, "error": None}
     earlier = client.get("/v1/fine_tuning/jobs", params={f"metadata[{_IMPORTED_FROM}]": job.id})["data"]
     if earlier:

@@ -18,13 +18,10 @@ if TYPE_CHECKING:
 
 commands = typer.Typer(no_args_is_help=True, help="API keys: once one exists, every request needs one.")
 
+_DEVICE_HOURS = "Quota of device hours in a calendar month (UTC); an hour on two devices counts as two"
 DeviceHours = Annotated[
     float | None,
-    typer.Option(
-        min=0.0,
-        help="Quota of device hours in a calendar month (UTC); an hour on two devices counts as two; "
-        "default: no limit",
-    ),
+    typer.Option(min=0.0, help=f"{_DEVICE_HOURS}; default: no limit"),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print it as JSON")]
 
@@ -35,7 +32,8 @@ _UNITS = {"h": 3600.0, "d": 86400.0, "w": 604800.0}
 def create_key(
     name: Annotated[str, typer.Argument(help="A name for the key")],
     scope: Annotated[
-        list[str] | None, typer.Option(help="read, write or admin; repeatable; default: read and write")
+        list[str] | None,
+        typer.Option(metavar="SCOPE", help="read, write or admin; repeatable; default: read and write"),
     ] = None,
     expires: Annotated[
         str | None, typer.Option(help="Lifetime, such as 12h, 30d or 8w; default: never expires")
@@ -96,7 +94,9 @@ def revoke_key(key_id: Annotated[str, typer.Argument(help="key-…, as accrue ke
 @commands.command("set-quota")
 def set_quota(
     key_id: Annotated[str, typer.Argument(help="key-…, as accrue keys list shows it")],
-    device_hours: DeviceHours = None,
+    device_hours: Annotated[
+        float | None, typer.Option(min=0.0, help=f"{_DEVICE_HOURS}; required unless --unlimited is given")
+    ] = None,
     unlimited: Annotated[bool, typer.Option("--unlimited", help="Remove the quota")] = False,
 ) -> None:
     """Set a key's quota of device hours a month, or remove it.

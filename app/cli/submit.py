@@ -28,6 +28,7 @@ Settings = Annotated[
     list[str] | None,
     typer.Option(
         "--set",
+        metavar="FIELD=VALUE",
         help="Any other field of the request, as in training_config.method=lora or "
         "dataset_config.packing=true; may be given several times",
     ),
@@ -93,9 +94,10 @@ def submit(
         bool | None,
         typer.Option(
             "--tune/--no-tune",
-            help="Measure micro-batch sizes after the first two steps, or use the planned size throughout; "
-            "without either, a job of at least 102 steps on one device tries other sizes while it trains, "
-            "if its micro-batches are planned",
+            help="--tune: measure micro-batch sizes after the first two steps; --no-tune: use the planned "
+            "size throughout. Default: a job of at least 102 steps on one device tries other sizes while it "
+            "trains, unless the request sets its micro-batches, or an option that excludes this "
+            "(docs/planning.md)",
             show_default=False,
         ),
     ] = None,
@@ -241,7 +243,8 @@ def plan(
     ],
     batch: Annotated[int | None, typer.Option(help="Effective batch")] = None,
     gpu: Annotated[
-        list[str] | None, typer.Option(help="A device to plan for: 24GB, A100-80GB; repeatable")
+        list[str] | None,
+        typer.Option(metavar="GPU", help="A device to plan for: 24GB, A100-80GB; repeatable"),
     ] = None,
     num_gpus: Annotated[
         int | None, typer.Option(min=1, help="How many of the service's devices to plan for; default: all")

@@ -26,8 +26,8 @@ _FORGOTTEN_AFTER_SECONDS = 600.0
 
 
 def order_of(spec: Spec) -> PreviewSpec | None:
-    """What to measure for a job; None if its plan does not depend on it: packed rows and compiled shapes are
-    of `max_length`, and a second file, for validation, would have to be measured, too."""
+    """What to measure for a job. None if rows are packed or the model is compiled, since all rows are then of
+    `max_length`; or if there is a validation file, which is not measured."""
     data = spec.data
     if data.packing or spec.compile or (data.validation is not None and data.validation.file_id is not None):
         return None

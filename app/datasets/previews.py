@@ -52,7 +52,7 @@ async def ask(database: Database, order: PreviewSpec, seconds: float, gone: Gone
 
 def claim(session: Session, served: dict[str | None, float]) -> PreviewRequest | None:
     """The next request to work on. Previews come before lengths, because clients wait for them. Owners take
-    turns, and each owner's oldest request comes first.
+    turns. Of an owner's previews, the oldest comes first; lengths have no particular order.
 
     Args:
         served: the monotonic time at which each owner was last served; updated in place.

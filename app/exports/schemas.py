@@ -20,8 +20,8 @@ class ExportRequest(Request):
     )
     type: ExportType | None = Field(
         None,
-        description="Type of the weights; null: the type in which the base model is stored; if the "
-        "trained model was saved whole, that in which it is stored. "
+        description="Type of the weights; null: the type of the trained model if it was saved whole, "
+        "and otherwise the type in which its base model is stored. "
         "q8_0 (8 bits) only for gguf. Adapters stay as they were trained",
     )
 

@@ -157,8 +157,8 @@ def promise(session: Session, job_id: str) -> bool:
 def room_for(
     waiting: QueuedJob, occupants: Iterable[Occupant], free: frozenset[DeviceId], *, fairly: bool
 ) -> Room | None:
-    """The devices for a job if others make way: those with the lowest priorities, and no more than necessary.
-    None if it needs none to do so, or if they cannot make enough room.
+    """The devices for a job, and the jobs that make way for it: those with the lowest priorities, and no more
+    of them than necessary. None if the free devices are enough, or if making way would not free enough.
 
     Args:
         free: devices that are free, or will be soon.

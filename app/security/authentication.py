@@ -97,7 +97,7 @@ async def _user(token: str | None, keyring: Keyring, provider: Provider) -> Call
             lambda: keyring.find_user(provider.identify(token), token), limiter=_TOKEN_CHECKS
         )
     if caller is None:
-        raise Unauthorized("Your account was revoked here: ask the operator (accrue keys list).")
+        raise Unauthorized("Your access to this service was revoked: ask its operator.")
     return caller
 
 

@@ -24,9 +24,8 @@ def require_keys_off_loopback(host: str, database: Database) -> None:
     with database.reading() as session:
         if not any_made(session):
             raise BadSetting(
-                f"ACCRUE_HOST is {host}, which other machines can reach: create a key first (accrue "
-                "keys create "
-                "NAME). Without a key, the service listens on 127.0.0.1 only."
+                f"ACCRUE_HOST is {host}, which other machines can reach: first create a key (accrue keys "
+                "create NAME) or set ACCRUE_OIDC_ISSUER. Without them, the service listens on 127.0.0.1 only."
             )
 
 

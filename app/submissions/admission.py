@@ -238,7 +238,9 @@ def _webhook(requested: TrainingRequest, settings: Settings) -> str | None:
         return None
     if settings.webhook_secret is None:
         raise Unprocessable(
-            "ACCRUE_WEBHOOK_SECRET is not set: webhooks are always signed.", field="webhook_url"
+            "Webhooks are signed, and this service has no secret to sign them with: ask its operator to set "
+            "ACCRUE_WEBHOOK_SECRET, or leave webhook_url out.",
+            field="webhook_url",
         )
     try:
         addresses.check(url, private=settings.webhook_private_addresses)

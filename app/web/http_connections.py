@@ -131,11 +131,11 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         super().on_response_complete()
         if self.pipeline and not self.transport.is_closing():
             self.flow.pause_reading()
-        # Otherwise the next request has begun. A connection that closes waits only to be read to its end.
+        # A connection that closes only waits for the client to read the rest.
         if self.transport.is_closing():
             self._wait_for_head()
         elif self.cycle.response_complete:
-            self._wait_for_head(IDLE_SECONDS)
+            self._wait_for_head(IDLE_SECONDS)  # unless the next request has begun, and is the newest cycle
 
     def send_400_response(self, msg: str) -> None:
         if not self.transport.is_closing():

@@ -312,7 +312,7 @@ def test_dividing_a_large_window_takes_time_in_proportion_to_its_samples(
 
 def test_what_a_rank_has_already_counts() -> None:
     budgets = [BudgetCosts(100, 25.0)] * 2
-    first, second = partition_by_length(np.full(40, 10), [1.0, 1.0], budgets, head_start=[250.0, 0.0])
+    first, second = partition_by_length(np.full(40, 10), [1.0, 1.0], budgets, initial_loads=[250.0, 0.0])
     assert len(first) < len(second)
 
 

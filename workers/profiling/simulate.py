@@ -331,7 +331,8 @@ class _OffDeviceOptimizer(torch.optim.Optimizer):
 
 @cache
 def _start_autograd() -> None:
-    """Makes the first backward pass, in which PyTorch starts a thread for each GPU, while it finds none.
+    """Makes the process's first backward pass, before there are fake tensors: in that pass, PyTorch starts a
+    thread for each GPU that it finds, and now it finds none.
 
     In builds with CUDA, fake tensors pretend that there are eight GPUs where there is none
     (`_ensureCUDADeviceGuardSet`). PyTorch would start threads for them, after which a process cannot fork

@@ -31,7 +31,7 @@ from workers.run_directory import (
     RunDirectoryInUse,
 )
 from workers.training.distributed.independent import PART_VARIABLE, train_replicas
-from workers.training.distributed.launcher import RENDEZVOUS_VARIABLE, launch
+from workers.training.distributed.launcher import RENDEZVOUS_VARIABLE, first_rank, has_other_nodes, launch
 from workers.training.exceptions import CannotTrain, Interrupted, LostRank, RanksMustRestart
 from workers.training.fetching import fetch, fetch_in_child, first_lines, is_transient
 from workers.training.filesystem_view import drop_capabilities, isolate
@@ -101,7 +101,7 @@ def main() -> int:
             drop_capabilities()
         die_with_parent()  # again: dropping capabilities clears this setting
         try:
-            with run.locked():
+            with contextlib.nullcontext() if first_rank() else run.locked():
                 assignment = run.assignment()
                 plan = assignment.plan
                 if assignment.spec.strategy == "independent":
@@ -132,7 +132,7 @@ def _end_at_once(status: int) -> NoReturn:
 def _as_rank(run: RunDirectory, interrupted: InterruptSignal) -> int:
     """Runs one of several ranks, started by the launcher or by torchrun."""
     rank = int(os.environ["RANK"])
-    launched = RENDEZVOUS_VARIABLE in os.environ
+    launched = RENDEZVOUS_VARIABLE in os.environ or has_other_nodes()
     if launched:
         _sandbox_again()
     with contextlib.nullcontext() if launched or rank else run.locked():

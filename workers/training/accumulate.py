@@ -222,14 +222,14 @@ def divide(training: TrainingRun, window: Indices, *, measured: bool = False) ->
         head = [budgets[0].draw_first(lengths, _of_all_ranks(rules), first)]
         rest = np.setdiff1d(rest, head[0])
         rules[0] = without_first(rules[0])
-    head_start = [budgets[0].cost(lengths, rules[0], head), *(0.0 for _ in budgets[1:])]
+    initial_loads = [budgets[0].cost(lengths, rules[0], head), *(0.0 for _ in budgets[1:])]
     costs = [budget.costs(lengths, rule) for budget, rule in zip(budgets, rules, strict=True)]
     known = [each for each in costs if each is not None]
     shares = training.shares.now
     if len(known) < len(costs):
-        taken = partition(lengths[rest], shares, by_length=budgets[0].by_length, head_start=head_start)
+        taken = partition(lengths[rest], shares, by_length=budgets[0].by_length, initial_loads=initial_loads)
     else:
-        taken = partition_by_length(lengths[rest], shares, known, head_start=head_start)
+        taken = partition_by_length(lengths[rest], shares, known, initial_loads=initial_loads)
     groups = [head, *([] for _ in budgets[1:])]
     for own, budget, rule, part in zip(groups, budgets, rules, taken, strict=True):
         positions = rest[part]

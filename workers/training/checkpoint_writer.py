@@ -92,8 +92,8 @@ class CheckpointWriter:
         return _bytes_of(content) < _SHARE_OF_HOST * host_memory.available_on_host()
 
     def _copy(self, content: Content) -> Content | None:
-        """The content in host memory, as it is now; None if there is no memory for it after all, and from
-        then on."""
+        """A copy of the content in host memory. None if there is too little memory after all; later
+        checkpoints are then written without a copy, too."""
         try:
             weights, states = self._held("weight", content.weights), self._held("state", content.states)
         except (RuntimeError, MemoryError) as error:

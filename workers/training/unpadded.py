@@ -80,7 +80,7 @@ def choose_layout(
     with run.comparing_kernels(group.rank) if on_gpu else contextlib.nullcontext():
         layouts = Layouts(loader.layout, padded)
         reason = _why_padded(replica, loader, layouts, most_tokens, most_samples(spec), fallbacks, group)
-        is_used = reason is None and _is_right(kernel, replica, loader, reporter)
+        is_used = reason is None and _use_if_right(kernel, replica, loader, reporter)
     fallbacks.unpadded = is_used
     if is_used:
         reporter.event(
@@ -145,7 +145,7 @@ def _why_padded(
     return "There is too little memory to check that the model keeps samples apart."
 
 
-def _is_right(kernel: Kernels, replica: Replica, loader: Loader, reporter: Reporter) -> bool:
+def _use_if_right(kernel: Kernels, replica: Replica, loader: Loader, reporter: Reporter) -> bool:
     """Whether a kernel gives the right gradient of packed rows; it is used then. A kernel that is used for
     padded rows already stays in use for them either way."""
     before = replica.kernels

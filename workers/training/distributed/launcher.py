@@ -34,9 +34,13 @@ RENDEZVOUS_VARIABLE = "ACCRUE_RENDEZVOUS_FILE"
 """The file through which ranks find each other. Without it, ranks find each other by torchrun's variables
 (MASTER_ADDR and others)."""
 
+FIRST_RANK_VARIABLE, RANKS_HERE_VARIABLE = "ACCRUE_FIRST_RANK", "ACCRUE_RANKS_HERE"
+"""The first rank on this node, and the number of ranks here, if a run has several nodes. Their ranks find
+each other by MASTER_ADDR and MASTER_PORT."""
+
 _MOST_STARTS = 30
-"""The job fails after this many starts per rank, over all ranks together, that ended for lack of memory. Each
-restart uses smaller micro-batches on some rank, so a few are enough."""
+"""The job fails once all ranks have been started as often as this times the number of ranks, and some rank
+ran out of memory each time. Each restart uses smaller micro-batches on some rank, so a few are enough."""
 
 _POLL_SECONDS = 0.05
 
@@ -51,8 +55,18 @@ _FROZEN_SECONDS = 5.0
 """A rank that was stopped by a signal for this long is lost, since all other ranks wait for it."""
 
 
+def has_other_nodes() -> bool:
+    """Whether some of the run's ranks are on other nodes."""
+    return FIRST_RANK_VARIABLE in os.environ
+
+
+def first_rank() -> int:
+    """The first of the ranks on this node."""
+    return int(os.environ.get(FIRST_RANK_VARIABLE, "0"))
+
+
 def launch(run: RunDirectory, ranks: tuple[RankPlan, ...], kind: str, interrupted: Callable[[], bool]) -> int:
-    """Runs `python -m workers.training` for each rank, until all have ended.
+    """Runs `python -m workers.training` for each rank of this node, until all of them have ended.
 
     Args:
         kind: the kind of the devices: "cpu" or "cuda".
@@ -64,7 +78,7 @@ def launch(run: RunDirectory, ranks: tuple[RankPlan, ...], kind: str, interrupte
     most = _MOST_STARTS * len(ranks)
     for _ in range(most):
         status = _launch_once(run, ranks, kind, interrupted)
-        if status != RANKS_MUST_RESTART:
+        if status != RANKS_MUST_RESTART or has_other_nodes():
             return status
         log.warning("all ranks start again from the last checkpoint")
     message = f"the ranks ran out of memory {most} times: use ddp, more devices, or a smaller max_length"
@@ -75,22 +89,23 @@ def launch(run: RunDirectory, ranks: tuple[RankPlan, ...], kind: str, interrupte
 def _launch_once(
     run: RunDirectory, ranks: tuple[RankPlan, ...], kind: str, interrupted: Callable[[], bool]
 ) -> int:
-    for rank in ranks:
+    first = first_rank()
+    here = ranks[first : first + int(os.environ.get(RANKS_HERE_VARIABLE, len(ranks)))]
+    for rank in here:
         _failure_file(run, rank.rank).unlink(missing_ok=True)
     with tempfile.TemporaryDirectory(prefix="ranks-", dir=run.path) as private:
-        shared = {RENDEZVOUS_VARIABLE: f"{private}/rendezvous", "WORLD_SIZE": str(len(ranks))}
-        started = [_start(run, rank, kind, shared) for rank in ranks]
+        shared = {"WORLD_SIZE": str(len(ranks))}
+        if not has_other_nodes():
+            shared |= {
+                RENDEZVOUS_VARIABLE: f"{private}/rendezvous",
+                "GLOO_SOCKET_IFNAME": "lo",
+                "NCCL_SOCKET_IFNAME": "lo",
+            }
+        started = [start_process(run, rank, kind, {**shared, "RANK": str(rank.rank)}) for rank in here]
         try:
-            return _watch(run, started, interrupted)
+            return _watch(run, started, interrupted, first)
         finally:
             _kill(started)
-
-
-def _start(
-    run: RunDirectory, rank: RankPlan, kind: str, shared: Mapping[str, str]
-) -> subprocess.Popen[bytes]:
-    own = {"RANK": str(rank.rank), "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-    return start_process(run, rank, kind, {**shared, **own})
 
 
 def start_process(
@@ -112,8 +127,11 @@ def start_process(
     )
 
 
-def _watch(run: RunDirectory, ranks: list[subprocess.Popen[bytes]], interrupted: Callable[[], bool]) -> int:
-    """Waits for the ranks; after the first failure, ends the others and returns its status."""
+def _watch(
+    run: RunDirectory, ranks: list[subprocess.Popen[bytes]], interrupted: Callable[[], bool], first: int
+) -> int:
+    """Waits for the ranks, the number of the first of which is given; after the first failure, ends the
+    others and returns its status."""
     frozen_since: dict[int, float] = {}
     stopped = False
     while True:
@@ -123,7 +141,7 @@ def _watch(run: RunDirectory, ranks: list[subprocess.Popen[bytes]], interrupted:
         if stopped and -signal.SIGTERM in statuses:
             return INTERRUPTED  # it was so early that the rank could not note the request yet
         if any(statuses):
-            return _end_after_failure(run, ranks)
+            return _end_after_failure(run, ranks, first)
         if interrupted() and not stopped:
             stopped = True
             for rank in ranks:
@@ -134,14 +152,15 @@ def _watch(run: RunDirectory, ranks: list[subprocess.Popen[bytes]], interrupted:
                 del frozen_since[number]
             elif time.monotonic() - since > _FROZEN_SECONDS:
                 message = (
-                    f"a signal suspended rank {number}, and the other ranks could not continue without it"
+                    f"a signal suspended rank {first + number}, and the other ranks could not continue "
+                    "without it"
                 )
                 run.write_failure(Failure(code="rank_lost", message=message, permanent=False))
                 return 1
         time.sleep(_POLL_SECONDS)
 
 
-def _end_after_failure(run: RunDirectory, ranks: list[subprocess.Popen[bytes]]) -> int:
+def _end_after_failure(run: RunDirectory, ranks: list[subprocess.Popen[bytes]], first: int) -> int:
     """Finds the rank that failed by itself, ends the others, and stores its failure as that of the run."""
     until = time.monotonic() + _CAUSE_SECONDS
     cause: int | None = None
@@ -152,17 +171,20 @@ def _end_after_failure(run: RunDirectory, ranks: list[subprocess.Popen[bytes]]) 
     if cause is not None and ranks[cause].returncode == INTERRUPTED:
         _wait_for_all(ranks)  # a requested interruption ends all of them
     _kill(ranks)
+    if cause is None and has_other_nodes():
+        return LOST_RANK  # another node reports the cause
     if cause is None:
         message = "the ranks lost their connection to each other"
         run.write_failure(Failure(code="rank_lost", message=message, permanent=False))
         return 1
     status = ranks[cause].returncode
-    if _failure_file(run, cause).exists():
-        _failure_file(run, cause).replace(run.path / "failure.json")
+    number = first + cause
+    if _failure_file(run, number).exists():
+        _failure_file(run, number).replace(run.path / "failure.json")
     elif status < 0:
         name = signal.Signals(-status).name
         hint = " (often because the machine ran out of memory)" if name == "SIGKILL" else ""
-        message = f"rank {cause} was ended by {name}{hint}"
+        message = f"rank {number} was ended by {name}{hint}"
         run.write_failure(Failure(code="trainer_killed", message=message, permanent=False))
     return status if status > 0 else 1
 

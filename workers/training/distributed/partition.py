@@ -23,7 +23,7 @@ def partition_by_length(
     shares: Sequence[float],
     budgets: Sequence[BudgetCosts],
     *,
-    head_start: Sequence[float] = (),
+    initial_loads: Sequence[float] = (),
 ) -> list[list[int]]:
     """The positions in the window that each rank takes, each position exactly once.
 
@@ -37,10 +37,10 @@ def partition_by_length(
         lengths: tokens of each sample of the window.
         shares: each rank's speed, relative to the others; above 0.
         budgets: each rank's token budget, and what micro-batches cost within it.
-        head_start: the cost of what each rank already has, in tokens; none if empty.
+        initial_loads: the cost of what each rank already has, in tokens; none if empty.
     """
     order = np.argsort(-lengths, kind="stable")
-    window = _Window(lengths[order], shares, budgets, list(head_start) or [0.0] * len(shares))
+    window = _Window(lengths[order], shares, budgets, list(initial_loads) or [0.0] * len(shares))
     _, ranks, ends = min(
         map(window.divide, _orders(shares, budgets, len(lengths))), key=lambda found: found[0]
     )
@@ -109,7 +109,7 @@ class _Window:
 
 
 def partition(
-    lengths: Lengths, shares: Sequence[float], *, by_length: bool = True, head_start: Sequence[float] = ()
+    lengths: Lengths, shares: Sequence[float], *, by_length: bool = True, initial_loads: Sequence[float] = ()
 ) -> list[list[int]]:
     """As `partition_by_length`, but counts only the samples' tokens: for rows without padding, and where
     nothing but the number or the size of micro-batches is given.
@@ -121,11 +121,11 @@ def partition(
         lengths: tokens of each sample of the window.
         shares: each rank's speed, relative to the others.
         by_length: longest first; false keeps the order given.
-        head_start: tokens that each rank already has; none if empty.
+        initial_loads: tokens that each rank already has; none if empty.
     """
     order = np.argsort(-lengths, kind="stable") if by_length else np.arange(len(lengths))
     taken: list[list[int]] = [[] for _ in shares]
-    loads = list(head_start) or [0.0] * len(shares)
+    loads = list(initial_loads) or [0.0] * len(shares)
     for position in order.tolist():
         tokens = float(lengths[position])
         rank = min(range(len(shares)), key=lambda rank: (loads[rank] + tokens) / shares[rank])

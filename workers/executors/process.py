@@ -1,0 +1,84 @@
+"""Runs launches as processes of this machine, to try out what happens in an engine without having one.
+
+The nodes of a launch share the machine. Their processes belong to no worker: they go on if the worker ends,
+and are found again by the handle in their command lines.
+"""
+
+import contextlib
+import os
+import shlex
+import signal
+import subprocess
+from pathlib import Path
+
+from app import PACKAGES_FOLDER
+from app.planning.devices import Device
+from workers.executors.commands import node_command, passed_on
+from workers.executors.protocol import Found, Launch
+from workers.executors.shared_files import LOG
+
+
+class ProcessExecutor:
+    """Starts `node.py` for each node of a launch, in sessions of their own."""
+
+    name = "process"
+
+    def __init__(self, devices: list[Device]) -> None:
+        self._devices = devices
+        self._children: list[subprocess.Popen[bytes]] = []
+
+    def offers(self) -> list[Device]:
+        return self._devices
+
+    def render(self, launch: Launch) -> str:
+        return "\n".join(shlex.join(self._command(launch, node)) for node in range(launch.nodes))
+
+    def submit(self, launch: Launch) -> None:
+        if _processes(launch.handle):
+            return
+        for node in range(launch.nodes):
+            with (launch.run_dir / LOG).open("ab") as output:
+                child = subprocess.Popen(
+                    self._command(launch, node),
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    env={**passed_on(), "MASTER_ADDR": "127.0.0.1"},
+                    start_new_session=True,
+                    cwd=PACKAGES_FOLDER,
+                )
+            self._children.append(child)
+
+    def poll(self, handle: str) -> Found:
+        self._children = [child for child in self._children if child.poll() is None]  # reaps the others
+        return Found("running" if _processes(handle) else "unknown")
+
+    def cancel(self, handle: str) -> None:
+        for pid in _processes(handle):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)  # what it has started ends with it
+
+    def logs(self, handle: str, run_dir: Path, cursor: int) -> tuple[str, int]:
+        return read_log(run_dir, cursor)
+
+    def _command(self, launch: Launch, node: int) -> list[str]:
+        return [*node_command(launch), "--node", str(node)]
+
+
+def read_log(run_dir: Path, cursor: int) -> tuple[str, int]:
+    """What nodes have written to the run directory's log since a cursor, in bytes."""
+    with contextlib.suppress(OSError), (run_dir / LOG).open("rb") as file:
+        file.seek(cursor)
+        content = file.read(2**20)
+        return content.decode(errors="replace"), cursor + len(content)
+    return "", cursor
+
+
+def _processes(handle: str) -> list[int]:
+    """The processes with this handle among the words of their command lines."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if handle.encode() in (entry / "cmdline").read_bytes().split(b"\0"):
+                found.append(int(entry.name))
+    return found

@@ -1,0 +1,295 @@
+"""A trainer that an engine runs: for the supervisor, it behaves like a process of its own machine.
+
+A thread talks to the engine, which may take long to answer, or not answer at all. Nothing depends on that:
+the nodes end by themselves when this worker stops renewing (shared_files.py), so a trainer counts as ended if
+its nodes say so, or if the engine says so and the nodes must have noticed that they are not renewed.
+"""
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import structlog
+
+from app.contract.reports import Failure
+from workers.executors.protocol import Executor, Found, Launch, Refused, Unreachable
+from workers.executors.shared_files import LaunchOrder, SharedFiles
+from workers.run_directory import INTERRUPTED, LOST_RANK, RANKS_MUST_RESTART, RunDirectory
+
+log = structlog.get_logger("accrue.worker")
+
+_LOOK_SECONDS = 0.5
+"""How often the run directory is looked at, and the renewals are changed."""
+
+_POLL_SECONDS = 3.0
+"""How often the engine is asked."""
+
+_REST_SECONDS = 3.0
+"""How long the nodes that have not ended are waited for once one has failed: another may know the cause."""
+
+_MARGIN_SECONDS = 5.0
+"""Nodes end within this time after they have noticed that nobody renews."""
+
+_MOST_LAUNCHES = 30
+"""The job fails after so many launches in one attempt that ended because all ranks had to start again."""
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a trainer may do, and how long its worker may be silent."""
+
+    silence_seconds: float
+    network: bool
+    view: str
+
+
+class RemoteTrainer:
+    """One attempt's trainer, in an engine.
+
+    Args:
+        run: holds the assignment already.
+        device_locks: descriptors that are held until the trainer has ended.
+    """
+
+    def __init__(
+        self, executor: Executor, run: RunDirectory, launch: Launch, terms: Terms, device_locks: Sequence[int]
+    ) -> None:
+        self._executor, self._run, self._launch, self._terms = executor, run, launch, terms
+        self._files = SharedFiles(run.path)
+        self._locks = [os.dup(lock) for lock in device_locks]
+        self._status: int | None = None
+        self._killed = self._closed = False
+        self._kill_at: float | None = None
+        self._renewed_at = time.monotonic()
+        self._lost_at: float | None = None
+        """When the engine first said that a launch had ended that the nodes do not report as ended."""
+        self._messages: list[str] = []
+        self._found = Found("waiting")
+        self._has_started = False
+        self._wakes = threading.Event()
+        self.evicted_because: str | None = None
+        """Why the engine ended the trainer, for a reason that is not the job's; None: it did not."""
+        earlier = self._files.launch()
+        self._files.write_launch(self._order())
+        threading.Thread(target=self._follow, args=(earlier,), daemon=True, name=launch.handle).start()
+
+    @property
+    def pid(self) -> str:
+        """What identifies the trainer in logs."""
+        return self._launch.handle
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the trainer has not started yet, since the engine has no free devices."""
+        return not self._has_started and self._status is None
+
+    def new_messages(self) -> list[str]:
+        """What has happened in the engine since the last call, for the job's owner."""
+        found, self._messages = self._messages, []
+        return found
+
+    def status(self) -> int | None:
+        """The exit status; None while the trainer may be alive."""
+        return self._status
+
+    def sign_of_life(self) -> None:
+        """Lets the nodes go on."""
+        now = time.monotonic()
+        if not self._killed and self._lost_at is None and now > self._renewed_at + _LOOK_SECONDS:
+            with contextlib.suppress(OSError):
+                self._files.renew()
+                self._renewed_at = now
+
+    def interrupt(self, grace_seconds: float) -> None:
+        """Lets the trainer write a checkpoint and end. It is `overdue` after the grace period."""
+        self._kill_at = time.monotonic() + grace_seconds
+        with contextlib.suppress(OSError):
+            self._files.request_stop("interrupt")
+        self._wakes.set()
+
+    @property
+    def overdue(self) -> bool:
+        """Whether the grace period of a requested stop is over."""
+        return self._kill_at is not None and time.monotonic() > self._kill_at
+
+    def kill(self) -> None:
+        """Ends the trainer without a checkpoint."""
+        if not self._killed:
+            self._killed = True
+            with contextlib.suppress(OSError):
+                self._files.request_stop("kill")
+            self._wakes.set()
+
+    def close(self) -> None:
+        """Releases the resources of a trainer that has ended."""
+        self._closed = True
+        self._wakes.set()
+        while self._locks:
+            os.close(self._locks.pop())
+
+    def _order(self) -> LaunchOrder:
+        return LaunchOrder(
+            executor=self._executor.name,
+            handle=self._launch.handle,
+            nodes=self._launch.nodes,
+            devices_per_node=self._launch.devices_per_node,
+            silence_seconds=self._terms.silence_seconds,
+            grace_seconds=self._launch.grace_seconds,
+            network=self._terms.network,
+            view=self._terms.view,
+        )
+
+    def _follow(self, earlier: LaunchOrder | None) -> None:
+        """Runs in a thread: launches the trainer, and watches it until it has ended."""
+        try:
+            if earlier is not None:
+                self._end_earlier(earlier)
+            status = self._run_once()
+            for number in range(2, _MOST_LAUNCHES + 1):
+                if status != RANKS_MUST_RESTART or self._killed or self._kill_at is not None:
+                    break
+                self._launch = replace(
+                    self._launch, handle=f"{self._launch.handle.partition('.')[0]}.{number}"
+                )
+                self._files.write_launch(self._order())
+                status = self._run_once()
+        except Refused as error:
+            self._fail("not_started", str(error))
+            status = 1
+        except Exception:
+            log.exception("the trainer's engine cannot be used", launch=self._launch.handle)
+            self._killed = True  # the nodes end, since nobody renews
+            self._wait(self._terms.silence_seconds + _MARGIN_SECONDS)
+            status = 1
+        self._status = status
+
+    def _run_once(self) -> int:
+        self._found, self._lost_at = Found("waiting"), None
+        if not self._submit():
+            self._cancel()
+            return INTERRUPTED if self._kill_at is not None and not self._killed else -signal.SIGKILL
+        status = self._watch()
+        self._cancel()  # what is left of it: nodes that wait for those that have ended
+        return status
+
+    def _end_earlier(self, earlier: LaunchOrder) -> None:
+        """Ends the launch of an earlier attempt, which its worker could not end. Its nodes end by themselves
+        too; this only frees their devices sooner."""
+        if earlier.executor == self._executor.name:
+            with contextlib.suppress(Unreachable):
+                self._executor.cancel(earlier.handle)
+
+    def _submit(self) -> bool:
+        """Submits the launch, as soon as the engine can be reached. Returns whether it did: a request to stop
+        may come first.
+
+        Raises:
+            Refused: the engine will never run it.
+        """
+        unreachable = False
+        while not (self._killed or self._kill_at is not None):
+            try:
+                self._executor.submit(self._launch)
+            except Unreachable as error:
+                if not unreachable:
+                    self._say(f"{self._executor.name} does not answer, and is asked again: {error}")
+                unreachable = True
+                self._wait(_POLL_SECONDS)
+            else:
+                return True
+        return False
+
+    def _watch(self) -> int:
+        """Watches a submitted launch until it has ended. Returns the trainer's exit status."""
+        polled_at = -_POLL_SECONDS
+        failed_at: float | None = None
+        while True:
+            now = time.monotonic()
+            self._has_started |= self._files.has_started(self._launch.handle)
+            ends = self._files.ends(self._order())
+            if len(ends) == self._launch.nodes and not any(ends.values()):
+                return 0
+            if any(ends.values()):
+                failed_at = failed_at or now
+                if len(ends) == self._launch.nodes or now > failed_at + _REST_SECONDS:
+                    return self._status_of(ends)
+            if not self._has_started and (self._kill_at is not None or self._killed):
+                self._cancel()  # there is no checkpoint to wait for
+            if self._killed:
+                self._cancel()
+            if now > polled_at + _POLL_SECONDS or self._wakes.is_set():
+                polled_at = now
+                self._poll()
+            if self._lost_at is not None or self._killed:
+                silent = now > self._renewed_at + self._terms.silence_seconds + _MARGIN_SECONDS
+                never_started = self._lost_at and not self._has_started
+                if silent or (never_started and (self._killed or self._kill_at is not None)):
+                    return self._status_without_report()
+            self._wait(_LOOK_SECONDS)
+
+    def _poll(self) -> None:
+        try:
+            found = self._executor.poll(self._launch.handle)
+        except Unreachable:
+            return  # what it said last holds
+        if (found.state, found.reason) != (self._found.state, self._found.reason):
+            where = self._executor.name
+            if found.state == "waiting":
+                self._say(f"The trainer waits in {where}" + (f": {found.reason}." if found.reason else "."))
+            elif found.state == "running" and self._found.state == "waiting":
+                self._say(f"The trainer starts in {where}.")
+        self._found = found
+        if found.state in ("waiting", "running"):
+            self._lost_at = None
+        else:
+            self._lost_at = self._lost_at or time.monotonic()
+
+    def _status_of(self, ends: dict[int, int]) -> int:
+        """The exit status of a trainer of which some nodes have failed: the most telling one."""
+        failed = [status for status in ends.values() if status]
+        for status in (RANKS_MUST_RESTART, INTERRUPTED):
+            if status in failed:
+                break
+        else:
+            status = next((each for each in failed if each != LOST_RANK), LOST_RANK)
+        if status == INTERRUPTED and self._kill_at is None and not self._killed:
+            self.evicted_because = f"{self._executor.name} took its devices away"
+        elif status == LOST_RANK:
+            self._poll()
+            if len(ends) < self._launch.nodes or self._found.was_evicted:
+                self.evicted_because = f"a node of {self._executor.name} was lost"
+        return status
+
+    def _status_without_report(self) -> int:
+        """The exit status of a trainer whose nodes have ended without saying how."""
+        if self._kill_at is not None and not self._killed:
+            return INTERRUPTED
+        if self._killed:
+            return -signal.SIGKILL
+        name, why = self._executor.name, f" ({self._found.reason})" if self._found.reason else ""
+        if self._found.was_evicted:
+            self.evicted_because = f"{name} took its devices away{why}"
+            return INTERRUPTED
+        if self._run.failure() is None:
+            self._fail("trainer_lost", f"{name} has ended the trainer, or lost it{why}", permanent=False)
+        return 1
+
+    def _fail(self, code: str, message: str, *, permanent: bool = True) -> None:
+        with contextlib.suppress(OSError):
+            self._run.write_failure(Failure(code=code, message=message, permanent=permanent))
+
+    def _cancel(self) -> None:
+        with contextlib.suppress(Unreachable):  # the nodes end without renewals
+            self._executor.cancel(self._launch.handle)
+
+    def _say(self, message: str) -> None:
+        log.info(message, launch=self._launch.handle)
+        self._messages.append(message)
+
+    def _wait(self, seconds: float) -> None:
+        self._wakes.wait(seconds)
+        self._wakes.clear()
