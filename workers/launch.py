@@ -113,29 +113,31 @@ class Launcher:
         if self.executor is None:
             trainer = TrainerProcess(run, devices, silence, network=network, device_locks=locks, view=view)
         else:
-            where = self._launch_in_engine(fence, run, devices, grace)
+            where = self._launch_in_engine(spec, fence, run, devices, grace)
             trainer = RemoteTrainer(self.executor, run, where, Terms(silence, network, view), locks)
         log.info("trainer started", job=job.id, attempt=job.attempt, pid=trainer.pid)
-        return Running(fence, devices, trainer, run, lease_until, timeout_at, grace)
+        return Running(fence, devices, trainer, run, lease_until, timeout_at, grace, job.device_count)
 
     def _launch_in_engine(
-        self, fence: Fence, run: RunDirectory, devices: tuple[Device, ...], grace_seconds: float
+        self,
+        spec: Spec,
+        fence: Fence,
+        run: RunDirectory,
+        devices: tuple[Device, ...],
+        grace_seconds: float,
     ) -> Launch:
         """One attempt, on as few nodes as possible, all of which have equally many of its devices.
-
-        Raises:
-            ValueError: the devices cannot be divided like this.
-        """
-        nodes = -(-len(devices) // self.settings.devices_per_node)
-        if len(devices) % nodes:
-            raise ValueError(
-                f"{len(devices)} devices do not make {nodes} equal nodes: request a multiple of {nodes}"
-            )
+        Independent replicas are combined on one node."""
+        per_node = min(self.settings.devices_per_node, len(devices))
+        if spec.strategy == "independent":
+            per_node = len(devices)
+        while len(devices) % per_node:
+            per_node -= 1
         return Launch(
             handle=f"accrue-{fence.job_id}-{fence.attempt}",
             run_dir=run.path,
-            nodes=nodes,
-            devices_per_node=len(devices) // nodes,
+            nodes=len(devices) // per_node,
+            devices_per_node=per_node,
             on_gpus=devices[0].kind == "cuda",
             grace_seconds=grace_seconds,
         )

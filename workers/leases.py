@@ -90,6 +90,8 @@ class Running:
     timeout_at: float | None
     grace_seconds: float
     """How long an interrupted trainer may take to write a checkpoint and exit."""
+    requested_devices: int
+    """The devices that the job requested; more than `devices` if no worker had as many."""
     position: Position = field(default_factory=Position)
     started_at: float = field(default_factory=time.monotonic)
     last_sign_at: float = field(default_factory=time.monotonic)

@@ -110,8 +110,10 @@ class Supervisor:
                 done = False
                 with self._guarded(None):
                     claimed = not self.draining and self._claim_for_free_devices()
-                    if self.settings.preemption and not (claimed or self.draining):
-                        self._make_way()
+                    if not (claimed or self.draining):
+                        self._let_grow()
+                        if self.settings.preemption:
+                            self._make_way()
                     done = not (claimed or self.running or self.leaving) and self._is_done()
                 if done:
                     break
@@ -260,6 +262,17 @@ class Supervisor:
             log.info("a job makes way for another", job=running.fence.job_id, other=found[0])
             running.makes_way = True
             self._interrupt(running, "a job with a higher priority needs its device")
+
+    def _let_grow(self) -> None:
+        """Interrupts the only job, if it has fewer devices than it requested and the worker has more by now:
+        it continues on as many as there are."""
+        if len(self._alive()) != 1 or not self.running or not self.settings.trainer_network:
+            return
+        (running,) = self.running
+        is_short = len(running.devices) < running.requested_devices
+        has_settled = time.monotonic() > running.started_at + self.settings.reserve_after_seconds
+        if is_short and has_settled and self._unclaimed and not running.interrupted_because:
+            self._interrupt(running, "more of the devices that it requested are free")
 
     def _claim_held(self, free: dict[Device, int]) -> bool:
         """Claims the jobs for which others have made way, if all of their devices are free now. Removes all

@@ -13,7 +13,7 @@ from tests.harness.service import TRAINING, Accrue
 STEPS = 60
 
 
-def submit(accrue: Accrue, **training: Any) -> str:
+def submit(accrue: Accrue, *, devices: int | None = None, **training: Any) -> str:
     """A job of many small steps over several epochs, so that a kill falls anywhere."""
     path = accrue.data.parent / "texts.jsonl"
     if not path.exists():
@@ -23,6 +23,7 @@ def submit(accrue: Accrue, **training: Any) -> str:
         training_config={"max_steps": STEPS, "learning_rate": 1e-3, "save_every": 7, **training},
         target_effective_batch_size=64,
         micro_batch_size=4,
+        **({} if devices is None else {"num_gpus": devices}),
     )
 
 

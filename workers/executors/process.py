@@ -25,7 +25,8 @@ class ProcessExecutor:
 
     def __init__(self, devices: list[Device]) -> None:
         self._devices = devices
-        self._children: list[subprocess.Popen[bytes]] = []
+        self._children: dict[str, list[subprocess.Popen[bytes]]] = {}
+        """Those that this worker has started, by handle."""
 
     def offers(self) -> list[Device]:
         return self._devices
@@ -47,16 +48,19 @@ class ProcessExecutor:
                     start_new_session=True,
                     cwd=PACKAGES_FOLDER,
                 )
-            self._children.append(child)
+            self._children.setdefault(launch.handle, []).append(child)
 
     def poll(self, handle: str) -> Found:
-        self._children = [child for child in self._children if child.poll() is None]  # reaps the others
+        for child in self._children.get(handle, ()):
+            child.poll()  # or else it stays in the process table
         return Found("running" if _processes(handle) else "unknown")
 
     def cancel(self, handle: str) -> None:
         for pid in _processes(handle):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)  # what it has started ends with it
+        for child in self._children.pop(handle, ()):
+            child.wait()
 
     def logs(self, handle: str, run_dir: Path, cursor: int) -> tuple[str, int]:
         return read_log(run_dir, cursor)

@@ -256,6 +256,8 @@ class RemoteTrainer:
                 break
         else:
             status = next((each for each in failed if each != LOST_RANK), LOST_RANK)
+        if self._lost_at is not None and status != INTERRUPTED:
+            return self._status_without_report()  # the nodes ended because nobody renewed
         if status == INTERRUPTED and self._kill_at is None and not self._killed:
             self.evicted_because = f"{self._executor.name} took its devices away"
         elif status == LOST_RANK:

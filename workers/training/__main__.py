@@ -27,6 +27,7 @@ from workers.run_directory import (
     INTERRUPTED,
     LOST_RANK,
     RANKS_MUST_RESTART,
+    TOKEN_VARIABLE,
     RunDirectory,
     RunDirectoryInUse,
 )
@@ -91,7 +92,8 @@ def main() -> int:
     if (part := os.environ.get(PART_VARIABLE)) is not None:
         return _as_part(run, interrupted, part)
     isolated = bool(os.environ.get(HIDDEN_VARIABLE))
-    if isolated and (status := fetch_in_child(lambda: _fetch(run))) != 0:
+    by_worker = TOKEN_VARIABLE in os.environ  # a pipe that the processes of the sandbox do not inherit
+    if (isolated or by_worker) and (status := fetch_in_child(lambda: _fetch(run))) != 0:
         return status
 
     def train(has_namespaces: bool) -> int:
