@@ -93,8 +93,8 @@ class Supervisor:
 
     def run(self) -> None:
         """Runs until it is stopped; then stops the trainers and returns their jobs to the queue."""
-        log.info("worker started", worker=self.id, devices=[device.name for device in self.slots.available()])
         self.slots.measure_contexts()  # before a job needs the GPUs
+        log.info("worker started", worker=self.id, devices=[device.name for device in self.slots.available()])
         profiler = helper_process.profiler(self.settings)
         inference = helper_process.inference(self.settings)
         exports = helper_process.exports(self.settings)

@@ -80,11 +80,11 @@ def test_a_killed_worker_s_trainer_in_an_engine_ends_and_the_job_resumes(
     assert end_of(engine, job_id) == undisturbed
 
 
-@pytest.fixture(scope="module")
-def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+@pytest.fixture
+def slurm(tmp_path: Path) -> Iterator[Slurm]:
     if not SLURM_IS_HERE:
         pytest.skip("needs root, and Debian's slurmctld, slurmd and slurm-client: make test-executors")
-    with slurm_cluster(tmp_path_factory.mktemp("slurm")) as cluster:
+    with slurm_cluster(tmp_path / "slurm") as cluster:
         yield cluster
 
 
