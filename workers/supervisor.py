@@ -200,6 +200,8 @@ class Supervisor:
             self._interrupt(running, "timeout")
         elif not running.interrupted_because and self._enforce_temperature(running):
             pass
+        elif running.trainer.is_waiting and not device_ids(running.devices) <= self._there():
+            self._interrupt(running, "the engine no longer has as many devices")
         elif self._is_stuck(running) and not running.interrupted_because:
             running.stuck = True
             running.trainer.kill()
@@ -207,6 +209,9 @@ class Supervisor:
             running.interrupted_because = f"its GPU {gone.name} has disappeared"
             self.slots.set_aside(gone, "nvidia-smi does not show it")
             running.trainer.kill()
+
+    def _there(self) -> frozenset[DeviceId]:
+        return device_ids(self.slots.available())
 
     def _first(self, running: Running, is_so: Callable[[Device], bool]) -> Device | None:
         """The first of a trainer's devices for which `is_so` returns true."""
