@@ -10,8 +10,9 @@ DATABASE_TESTS := $(addprefix tests/, datasets devices inference jobs memory_pro
 
 TOOLS := trl==1.16.0 datasets dill multiprocess pandas python-dateutil xxhash axolotl==0.19.0 addict llamafactory==0.9.5 \
 	fire termcolor torchtune==0.6.1 torchao==0.9.0 omegaconf antlr4-python3-runtime==4.9.3 sentencepiece tiktoken blobfile \
-	lxml pycryptodomex nemo-automodel==0.7.0 torchdata kubeflow-trainer-api==2.3.0
-.PHONY: help setup demo test test-all test-rest test-slow test-trl test-tools test-faults test-gpu test-fuzz test-browser test-images soak accuracy bench-trainer bench-queue bench-api bench-dashboard bench-memory bench-variance bench-devices bench-data bench-durations bench-inference families serve check format migrate clean
+	lxml pycryptodomex nemo-automodel==0.7.0 torchdata kubeflow-trainer-api==2.3.0 kubernetes-validate==1.37.0 \
+	importlib_resources jsonschema jsonschema_specifications referencing rpds_py attrs
+.PHONY: help setup demo test test-all test-rest test-slow test-trl test-tools test-faults test-executors test-gpu test-fuzz test-browser test-images soak accuracy bench-trainer bench-queue bench-api bench-dashboard bench-memory bench-variance bench-devices bench-data bench-durations bench-inference families serve check format migrate clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -49,11 +50,16 @@ test-tools: $(STAMP) ## Install other training tools into .tools, and let them r
 	test -d .tools || $(BIN)/python -m venv .tools
 	$(BIN)/python -c "import site; print(site.getsitepackages()[0])" > "$$(.tools/bin/python -c 'import site; print(site.getsitepackages()[0])')/accrue.pth"
 	.tools/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(TOOLS)
-	.tools/bin/python -m pytest tests/planning/test_tools_read_configs.py
+	.tools/bin/python -m pytest tests/planning/test_tools_read_configs.py tests/workers/executors/test_kubernetes.py
 
 test-faults: $(STAMP) ## Inject the faults that take long, on SQLite and on PostgreSQL (about 40 minutes)
 	$(BIN)/python -m pytest --faults tests/acceptance/test_every_fault.py tests/acceptance/test_faults.py tests/acceptance/test_rank_faults.py
 	$(BIN)/python -m pytest --faults --postgresql tests/acceptance/test_every_fault.py tests/acceptance/test_faults.py
+
+test-executors: $(STAMP) ## Install Slurm (needs root) and Ray if they are missing, and run trainers in them (about 12 minutes)
+	command -v slurmctld > /dev/null || { apt-get update && apt-get install --yes --no-install-recommends slurmctld slurmd slurm-client; } || true
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ray]'
+	$(BIN)/python -m pytest --slow tests/workers/executors tests/acceptance/test_executors.py
 
 test-gpu: $(STAMP) ## Run what needs an NVIDIA GPU: tests, and the acceptance test (10 minutes); else say so
 	PYTORCH_ALLOC_CONF=expandable_segments:True $(BIN)/python -m tests.gpu.acceptance

@@ -10,7 +10,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from sqlalchemy import make_url
 from sqlalchemy.exc import ArgumentError
 
-from app.contract.worker_labels import parse_labels
+from app.contract.worker_labels import Executor, parse_labels
 from app.errors import BadSetting
 from app.planning.devices import Device, parse_declared
 
@@ -50,9 +50,9 @@ class Settings(BaseSettings):
     worker_labels: str = Field(
         "", description="Labels of this machine's workers, which jobs may require: zone=a,gpu_type=H100"
     )
-    executor: Literal["", "process", "slurm", "ray", "kubernetes"] = Field(
-        "",
-        description="Where this worker's trainers run: empty, on this machine; slurm, ray or kubernetes, on "
+    executor: Executor = Field(
+        "local",
+        description="Where this worker's trainers run: local, on this machine; slurm, ray or kubernetes, on "
         "the nodes of that engine; process, on this machine as in an engine, to try one out",
     )
     executor_devices: str = Field(

@@ -89,7 +89,8 @@ class Supervisor:
 
     def labels(self) -> dict[str, str]:
         """The worker's labels: what is known of its machine, and the labels of its settings."""
-        return {**labels_of(self.slots.available()), **self.settings.labels}
+        engine = {"executor": self.settings.executor}
+        return {**labels_of(self.slots.available()), **engine, **self.settings.labels}
 
     def run(self) -> None:
         """Runs until it is stopped; then stops the trainers and returns their jobs to the queue."""

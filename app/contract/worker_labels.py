@@ -1,9 +1,12 @@
 """Labels of workers, such as zone=a, and the labels that a job requires of its worker."""
 
 from collections.abc import Mapping
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints, TypeAdapter, ValidationError
+
+Executor = Literal["local", "process", "slurm", "ray", "kubernetes"]
+"""Where a worker's trainers run (docs/engines.md)."""
 
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9]([A-Za-z0-9_./-]{0,61}[A-Za-z0-9])?$")]
 _UNPRINTABLE = r"\x00-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff"

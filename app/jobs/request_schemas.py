@@ -12,7 +12,7 @@ from app.contract.spec import (
     RequestedTune,
     ZeroStage,
 )
-from app.contract.worker_labels import Labels
+from app.contract.worker_labels import Executor, Labels
 from app.datasets.dataset_config import DatasetConfig
 from app.jobs.training_config import TrainingConfig
 from app.planning.devices import MAX_GPU_ID
@@ -183,11 +183,13 @@ class JobOptions(AccumulationConfig):
     requirements: Labels = Field(
         default_factory=dict,
         description="Labels that the job's worker must have, such as zone: a (ACCRUE_WORKER_LABELS); every "
-        "worker has hostname; and gpu_type, the name of its GPUs or cpu, unless its GPUs are of several "
-        "types",
+        "worker has hostname; executor; and gpu_type, the name of its GPUs or cpu, unless its GPUs are of "
+        "several types",
     )
-    executor: Literal["local"] = Field(
-        "local", description="What runs the job: local, a worker of this service; there is no other so far"
+    executor: Executor | None = Field(
+        None,
+        description="Where the trainer runs: local, on a worker's own machine; slurm, ray or kubernetes, in "
+        "the engine of a worker with this ACCRUE_EXECUTOR; null: wherever devices are free first",
     )
     user_id: UserId | None = Field(None, description="A label to filter by")
     priority: int = Field(0, ge=-100, le=100, description="Higher goes first")
@@ -230,6 +232,14 @@ class JobOptions(AccumulationConfig):
             own = {name: value for name, value in given.items() if name != "accumulation_steps"}
             return {**own, "accumulation_steps_by_device": given["accumulation_steps"]}
         return given
+
+    @model_validator(mode="after")
+    def _executor_is_a_label(self) -> "JobOptions":
+        if self.executor is not None:
+            if self.requirements.get("executor", self.executor) != self.executor:
+                raise ValueError("executor and requirements name different executors")
+            self.requirements = {**self.requirements, "executor": self.executor}
+        return self
 
     @model_validator(mode="after")
     def _devices_agree(self) -> "JobOptions":

@@ -523,7 +523,7 @@ def test_gpus_are_named_on_the_machine_that_is_required(client: TestClient, data
         ({"requirements": {"a b": "c"}}, "requirements"),
         ({"requirements": {"zone": "a,b"}}, "requirements"),
         ({"requirements": {f"n{i}": "1" for i in range(17)}}, "requirements"),
-        ({"executor": "ray"}, "executor"),
+        ({"executor": "torque"}, "executor"),
     ],
 )
 def test_other_requirements_and_executors_are_rejected(
@@ -534,8 +534,13 @@ def test_other_requirements_and_executors_are_rejected(
     assert named in answer.json()["error"]["message"] + str(answer.json()["error"].get("param"))
 
 
-def test_the_local_executor_is_the_default(client: TestClient) -> None:
-    assert submit(client, executor="local")["requirements"] == {}
+def test_an_executor_is_a_requirement(client: TestClient) -> None:
+    assert submit(client)["requirements"] == {}
+    assert submit(client, executor="slurm")["requirements"] == {"executor": "slurm"}
+    labels = {"zone": "a", "executor": "local"}
+    assert submit(client, executor="local", requirements=labels)["requirements"] == labels
+    other = client.post(f"{PATH}/with-accumulation", json={**JOB, "executor": "ray", "requirements": labels})
+    assert "different executors" in other.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

@@ -9,16 +9,14 @@ from app.planning.devices import Device
 
 @dataclass(frozen=True)
 class Launch:
-    """One attempt at a job, as an engine is to run it: `node_command` on each of some nodes."""
+    """One attempt at a job: `node_command` on each of some nodes. The handle is stored before the launch."""
 
     handle: str
-    """Names the launch in the engine: accrue-<job>-<attempt>. It is stored before the launch."""
     run_dir: Path
     nodes: int
     devices_per_node: int
     on_gpus: bool
-    grace_seconds: float
-    """How long the trainer may take to write a checkpoint after SIGTERM."""
+    grace_seconds: float  # how long the trainer may take to write a checkpoint after SIGTERM
 
 
 @dataclass(frozen=True)
@@ -27,8 +25,7 @@ class Found:
 
     state: Literal["waiting", "running", "ended", "unknown"]
     reason: str = ""
-    was_evicted: bool = False
-    """Whether the engine ended it for a reason that is not the job's: preemption, or a lost node."""
+    was_evicted: bool = False  # for a reason that is not the job's: preemption, or a lost node
 
 
 class Unreachable(Exception):

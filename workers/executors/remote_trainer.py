@@ -277,8 +277,17 @@ class RemoteTrainer:
             self.evicted_because = f"{name} took its devices away{why}"
             return INTERRUPTED
         if self._run.failure() is None:
-            self._fail("trainer_lost", f"{name} has ended the trainer, or lost it{why}", permanent=False)
+            told = self._last_line()
+            message = f"{name} has ended the trainer, or lost it{why}{f': {told}' if told else ''}"
+            self._fail("trainer_lost", message, permanent=False)
         return 1
+
+    def _last_line(self) -> str:
+        """What the nodes have printed last."""
+        with contextlib.suppress(Unreachable):
+            printed, _ = self._executor.logs(self._launch.handle, self._run.path, 0)
+            return next(iter(printed.strip().splitlines()[-1:]), "")[:300]
+        return ""
 
     def _fail(self, code: str, message: str, *, permanent: bool = True) -> None:
         with contextlib.suppress(OSError):
