@@ -12,7 +12,7 @@ TOOLS := trl==1.16.0 datasets dill multiprocess pandas python-dateutil xxhash ax
 	fire termcolor torchtune==0.6.1 torchao==0.9.0 omegaconf antlr4-python3-runtime==4.9.3 sentencepiece tiktoken blobfile \
 	lxml pycryptodomex nemo-automodel==0.7.0 torchdata kubeflow-trainer-api==2.3.0 kubernetes-validate==1.37.0 \
 	importlib_resources jsonschema jsonschema_specifications referencing rpds_py attrs
-.PHONY: help setup demo test test-all test-rest test-slow test-trl test-tools test-faults test-executors test-gpu test-fuzz test-browser test-images soak accuracy bench-trainer bench-queue bench-api bench-dashboard bench-memory bench-variance bench-devices bench-data bench-durations bench-inference families serve check format migrate clean
+.PHONY: help setup demo test test-all test-rest test-slow test-trl test-tools test-faults test-executors test-gpu test-fuzz test-browser test-images soak accuracy bench-trainer bench-queue bench-api bench-fleet bench-dashboard bench-memory bench-variance bench-devices bench-data bench-durations bench-inference families serve check format migrate clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -95,6 +95,9 @@ bench-queue: $(STAMP) ## Measure claims and stored log lines per second
 
 bench-api: $(STAMP) ## Measure requests per second with 10,000 jobs and 10 million steps stored (about 5 minutes)
 	$(BIN)/python -m tests.benchmarks.api
+
+bench-fleet: $(STAMP) ## Measure 100 workers and 10,000 queued jobs on PostgreSQL, with clients (about 2 minutes)
+	$(BIN)/python -m tests.benchmarks.fleet
 
 bench-dashboard: $(STAMP) ## Measure the dashboard in Chromium with bench-api's database (about 3 minutes)
 	$(BIN)/python -m tests.benchmarks.dashboard

@@ -120,16 +120,16 @@ class Bench:
         memory = psutil.Process(self.accrue.processes[0].pid).memory_info
         began = time.perf_counter()
         received = uvloop.run(self._follow())
-        received = FOLLOWERS * EVENTS_EACH
+        recorded = FOLLOWERS * EVENTS_EACH
         self.figures["followers"] = {
             "followers": FOLLOWERS,
-            "events_told": received,
+            "events_recorded": recorded,
             "events_received": received,
             "seconds": round(time.perf_counter() - began, 1),
             "service_memory_mb": round(memory().rss / 1e6, 1),
         }
         print(f"  followers: {self.figures['followers']}", flush=True)
-        assert received == received
+        assert received == recorded
 
     async def _follow(self) -> int:
         followed = [self.job_id(20 * number) for number in range(FOLLOWERS)]

@@ -76,7 +76,7 @@ CONDITION = {"status": "True"}
         (
             {
                 "conditions": [
-                    {"type": "Failed", "reason": "PodFailurePolicy", "message": "gone", **CONDITION}
+                    {"type": "Failed", "reason": "PodFailurePolicy", "message": "x", **CONDITION}
                 ]
             },
             Found("ended", "x", was_evicted=True),
