@@ -155,6 +155,11 @@ class Settings(BaseSettings):
         description="Seconds for a trainer to write a checkpoint and exit before it is killed, plus 20 for "
         "each GB of its checkpoint",
     )
+    spot_notices: Literal["", "aws", "gcp", "azure"] = Field(
+        "",
+        description="Stop the worker, after checkpoints, when this provider gives notice that it will take "
+        "the machine away",
+    )
     no_progress_seconds: float = Field(
         3600.0,
         gt=0,

@@ -12,6 +12,7 @@ from app.storage.migrations import migrate
 from workers.executors.choose import executor_of
 from workers.executors.slots import ExecutorSlots
 from workers.slots import Slots
+from workers.spot_notices import SpotNotices
 from workers.supervisor import Supervisor
 from workers.trainer_process import check_network_isolation
 
@@ -39,6 +40,8 @@ def main(*, until_empty: bool = False) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, supervisor.stop)
         signal.signal(signal.SIGUSR1, supervisor.drain)
+        if settings.spot_notices:
+            SpotNotices(settings.spot_notices, supervisor.stop).start()
         supervisor.run()
         database.close()
 

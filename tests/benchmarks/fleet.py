@@ -201,7 +201,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         found = measure(requested.jobs, requested.workers, requested.seconds, Path(folder))
     machine = f"{os.cpu_count()} cores, {platform.machine()}"
-    result = {"date": datetime.now(UTC).date().isoformat(), "machine": machine, "database": "PostgreSQL"} | found
+    result = {
+        "date": datetime.now(UTC).date().isoformat(),
+        "machine": machine,
+        "database": "PostgreSQL",
+    } | found
     print(json.dumps(result, indent=1))
     (RESULTS / "fleet.json").write_text(json.dumps(result, indent=1) + "\n")
 

@@ -74,11 +74,7 @@ CONDITION = {"status": "True"}
             Found("ended", "BackoffLimitExceeded"),
         ),
         (
-            {
-                "conditions": [
-                    {"type": "Failed", "reason": "PodFailurePolicy", "message": "x", **CONDITION}
-                ]
-            },
+            {"conditions": [{"type": "Failed", "reason": "PodFailurePolicy", "message": "x", **CONDITION}]},
             Found("ended", "x", was_evicted=True),
         ),
     ],
