@@ -44,7 +44,7 @@ class SpotNotices:
         self._ended = threading.Event()
 
     def start(self) -> None:
-        """Looks once, so that nothing begins on a machine that will soon be gone, and then goes on looking."""
+        """Looks once, so that nothing begins on a machine that will soon be gone, and then keeps looking."""
         if not self._look():
             threading.Thread(target=self._watch, daemon=True, name="spot-notices").start()
 
