@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import sqlite3
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
+import httpx2 as httpx
 from sqlalchemy import func, make_url, select, text
 from sqlalchemy.exc import SQLAlchemyError
 
@@ -61,8 +63,35 @@ def examine(settings: Settings) -> Iterator[Finding]:
     yield _gpus()
     yield _torch()
     yield _models(settings)
+    if settings.executor not in ("local", "process"):
+        yield _engine(settings)
     if settings.oidc_issuer is not None:
         yield _sign_in(settings)
+
+
+_ENGINE_COMMANDS = {
+    "slurm": ["sinfo", "--noheader", "--format=%P %D %T"],
+    "kubernetes": ["kubectl", "version", "--request-timeout=5s"],
+}
+
+
+def _engine(settings: Settings) -> Finding:
+    """Whether the engine in which the worker's trainers run can be reached."""
+    name = settings.executor
+    try:
+        if name == "ray":
+            httpx.get(f"{settings.ray_address.rstrip('/')}/api/version", timeout=5).raise_for_status()
+        else:
+            command = _ENGINE_COMMANDS[name]
+            subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
+    except subprocess.CalledProcessError as error:
+        why = next(iter(error.stderr.strip().splitlines()), f"status {error.returncode}")
+    except (OSError, subprocess.TimeoutExpired, httpx.HTTPError) as error:
+        why = str(error)
+    else:
+        devices = len(settings.executor_devices.split(",")) if settings.executor_devices else 0
+        return Finding("engine", "ok", f"{name} answers; {devices or settings.cpu_devices} devices")
+    return Finding("engine", "error", f"{name} cannot be used: {why} (docs/engines.md)")
 
 
 def _sign_in(settings: Settings) -> Finding:

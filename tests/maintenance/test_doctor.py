@@ -1,4 +1,4 @@
-"""What `accrue doctor` says of the torch that trainers use."""
+"""What `accrue doctor` says of torch, models and the engine that trainers run in."""
 
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -54,3 +54,30 @@ def test_models_of_owners_are_counted_as_well(settings: Settings) -> None:
     assert "no safetensors in owner/without:" in doctor._models(settings).message
     (settings.models_dir / "owner/without/model.safetensors").touch()
     assert doctor._models(settings).message.startswith("3 in ")
+
+
+@pytest.mark.parametrize(
+    ("script", "verdict", "message"),
+    [
+        ("echo 'gpu 4 idle'", "ok", "slurm answers; 2 devices"),
+        ("echo 'Unable to contact slurm controller' >&2; exit 1", "error", "Unable to contact"),
+        (None, "error", "sinfo"),
+    ],
+)
+def test_the_engine_of_trainers_is_called(
+    settings: Settings,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    script: str | None,
+    verdict: str,
+    message: str,
+) -> None:
+    if script is not None:
+        program = tmp_path / "sinfo"
+        program.write_text(f"#!/bin/sh\n{script}\n")
+        program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    chosen = settings.model_copy(update={"executor": "slurm", "executor_devices": "A100-80GB,A100-80GB"})
+    (found,) = [each for each in doctor.examine(chosen) if each.what == "engine"]
+    assert found.verdict == verdict
+    assert message in found.message
