@@ -5,7 +5,6 @@ the volume that holds the data folder, at the same path, and use the worker's im
 """
 
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,9 @@ from app.errors import BadSetting
 from app.planning.devices import Device
 from app.planning.tool_configs.job import as_yaml
 from app.settings import Settings
-from workers.executors.commands import node_command
+from workers.executors.commands import call, node_command
 from workers.executors.protocol import Found, Launch, Refused, Unreachable
 
-_TIMEOUT_SECONDS = 60.0
 _LABEL = "accrue.dev/launch"
 
 _REFUSED = ("is invalid", "is forbidden", "error validating", "no matches for kind", "denied the request")
@@ -154,18 +152,7 @@ class KubernetesExecutor:
             Refused: it refuses what is to be applied.
         """
         command = ["kubectl", f"--namespace={self._settings.kubernetes_namespace}", "--request-timeout=30s"]
-        try:
-            done = subprocess.run(
-                [*command, *arguments],
-                input=content,
-                capture_output=True,
-                text=True,
-                timeout=_TIMEOUT_SECONDS,
-            )
-        except subprocess.TimeoutExpired:
-            raise Unreachable(f"kubectl did not end in {_TIMEOUT_SECONDS:g} s") from None
-        except OSError as error:
-            raise Unreachable(f"kubectl: {error.strerror}") from None
+        done = call([*command, *arguments], content)
         if done.returncode == 0:
             return done.stdout
         message = next(iter(done.stderr.strip().splitlines()), "kubectl failed")

@@ -7,17 +7,14 @@ writes a checkpoint, and Accrue's queue submits the job again.
 
 import os
 import shlex
-import subprocess
 from pathlib import Path
 
 from app import PACKAGES_FOLDER
 from app.planning.devices import Device
-from workers.executors.commands import node_command, passed_on
+from workers.executors.commands import call, node_command, passed_on
 from workers.executors.process import read_log
 from workers.executors.protocol import Found, Launch, Refused, Unreachable
 from workers.executors.shared_files import LOG
-
-_TIMEOUT_SECONDS = 60.0
 
 _WAITING = {
     "PENDING",
@@ -107,19 +104,7 @@ class SlurmExecutor:
             Unreachable: the controller does not answer.
             Refused: Slurm refuses the call.
         """
-        try:
-            done = subprocess.run(
-                command,
-                input=content,
-                capture_output=True,
-                text=True,
-                timeout=_TIMEOUT_SECONDS,
-                env=_environment(),
-            )
-        except subprocess.TimeoutExpired:
-            raise Unreachable(f"{command[0]} did not end in {_TIMEOUT_SECONDS:g} s") from None
-        except OSError as error:
-            raise Unreachable(f"{command[0]}: {error.strerror}") from None
+        done = call(command, content, _environment())
         if done.returncode == 0:
             return done.stdout
         message = next(iter(done.stderr.strip().splitlines()), f"{command[0]} failed")

@@ -108,6 +108,7 @@ def worker(tmp_path: Path) -> Iterator[Worker]:
         made.engine.cancel(str(trainer.pid))
 
 
+@pytest.mark.slow
 def test_a_launch_whose_answer_was_lost_is_not_started_twice(worker: Worker) -> None:
     worker.engine.fails_after_submitting = True
     trainer = worker.launch()
@@ -116,6 +117,7 @@ def test_a_launch_whose_answer_was_lost_is_not_started_twice(worker: Worker) -> 
     assert steps(worker.run) == list(range(1, STEPS + 1))
 
 
+@pytest.mark.slow
 def test_an_engine_that_does_not_answer_for_a_while_changes_nothing(worker: Worker) -> None:
     worker.engine.is_reachable = False
     trainer = worker.launch()
@@ -137,7 +139,9 @@ def test_a_refused_launch_fails_with_the_engine_s_reason(worker: Worker) -> None
     assert "no such partition" in failure.message
 
 
-@pytest.mark.parametrize("answer", [Found("unknown"), Found("ended", "COMPLETED")])
+@pytest.mark.parametrize(
+    "answer", [Found("unknown"), pytest.param(Found("ended", "COMPLETED"), marks=pytest.mark.slow)]
+)
 def test_a_trainer_that_the_engine_has_lost_is_over_before_the_job_is_tried_again(
     tmp_path: Path, answer: Found
 ) -> None:
@@ -154,6 +158,7 @@ def test_a_trainer_that_the_engine_has_lost_is_over_before_the_job_is_tried_agai
     assert (failure.code, failure.permanent) == ("trainer_lost", False)
 
 
+@pytest.mark.slow
 def test_an_engine_that_calls_an_ended_trainer_running_is_not_believed(worker: Worker) -> None:
     worker.engine.answer = Found("running")
     assert worker.wait(worker.launch()) == 0
@@ -170,6 +175,7 @@ def test_a_trainer_whose_devices_are_taken_away_is_no_failure(worker: Worker) ->
     assert any(path.name.startswith("step-") for path in worker.run.checkpoints.iterdir())
 
 
+@pytest.mark.slow
 def test_a_node_ends_if_its_worker_does_not_renew(worker: Worker) -> None:
     worker.run = create_run(worker.run.path.parent / "long", make_spec(data=small_data(), max_steps=100_000))
     trainer = worker.launch()
@@ -201,6 +207,7 @@ def test_a_launch_that_has_not_started_is_cancelled_at_once(worker: Worker) -> N
     assert time.monotonic() < began + SILENCE
 
 
+@pytest.mark.slow
 def test_a_killed_trainer_is_gone_when_it_says_so(worker: Worker) -> None:
     worker.run = create_run(worker.run.path.parent / "long", make_spec(data=small_data(), max_steps=100_000))
     trainer = worker.launch()
