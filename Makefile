@@ -124,13 +124,13 @@ bench-inference: $(STAMP) ## Measure how fast a model answers, beside transforme
 bench-variance: $(STAMP) ## Measure the loss variance by accumulation steps, and draw a chart
 	$(BIN)/python -m tests.benchmarks.variance
 
-check: $(STAMP) ## Check lint, formatting, types, Dockerfiles and the compose file
+check: $(STAMP) ## Check lint, formatting, types, Dockerfiles and the compose files
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/biome check --error-on-warnings app/dashboard
 	$(BIN)/hadolint docker/*.Dockerfile
-	$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec docker/compose.yaml
+	$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec docker/compose.yaml docker/compose.worker.yaml
 
 format: $(STAMP) ## Format the code and apply ruff's automatic fixes
 	$(BIN)/ruff check --fix .
