@@ -1,8 +1,9 @@
 """One process uses a device at a time, even with several workers: a trainer or, on a GPU, an inference
 engine. On the CPU, inference engines take no lock.
 
-A trainer inherits the lock and holds it, not the worker: it is free as soon as the trainer has ended, even if
-the worker is suspended and cannot release anything.
+A trainer of this machine inherits the lock and holds it, not the worker: it is free as soon as the trainer
+has ended, even if the worker is suspended and cannot release anything. The locks of an engine's devices are
+held by the worker itself.
 """
 
 import fcntl

@@ -126,8 +126,8 @@ class Launcher:
         devices: tuple[Device, ...],
         grace_seconds: float,
     ) -> Launch:
-        """One attempt, on as few nodes as possible, all of which have equally many of its devices.
-        Independent replicas are combined on one node."""
+        """One attempt, on as few nodes as `devices_per_node` allows, all with the same number of devices.
+        Independent replicas always run on one node."""
         per_node = min(self.settings.devices_per_node, len(devices))
         if spec.strategy == "independent":
             per_node = len(devices)

@@ -154,7 +154,8 @@ def _train(
 def _variables(
     files: SharedFiles, order: LaunchOrder, node: int, terminations: _Terminations
 ) -> Mapping[str, str] | None:
-    """What the ranks of one of several nodes need to find the others; None if the first node never came."""
+    """What the ranks of one of several nodes need to find the others. None if this node had to stop, or the
+    worker stopped renewing, before the first node said where it listens."""
     if node == 0:
         files.write_master(order.handle, f"{_own_address()}:{_free_port()}")
     renewals = _Renewals(files)

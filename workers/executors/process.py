@@ -1,7 +1,8 @@
 """Runs launches as processes of this machine, to try out what happens in an engine without having one.
 
-The nodes of a launch share the machine. Their processes belong to no worker: they go on if the worker ends,
-and are found again by the handle in their command lines.
+The nodes of a launch share the machine. Their processes have sessions of their own, so that they do not end
+with the worker's: as the nodes of any engine, they end when nobody renews. They are found by the handle in
+their command lines.
 """
 
 import contextlib

@@ -66,7 +66,8 @@ class RemoteTrainer:
         self._kill_at: float | None = None
         self._renewed_at = time.monotonic()
         self._lost_at: float | None = None
-        """When the engine first said that a launch had ended that the nodes do not report as ended."""
+        """When the engine first said that it has no such launch, or that it has ended, although not all nodes
+        have reported their ends; None while it says that the launch waits or runs."""
         self._messages: list[str] = []
         self._found = Found("waiting")
         self._has_started = False
@@ -149,8 +150,12 @@ class RemoteTrainer:
             if earlier is not None:
                 self._end_earlier(earlier)
             status = self._run_once()
-            for number in range(2, _MOST_LAUNCHES + 1):
+            for number in range(2, _MOST_LAUNCHES + 2):
                 if status != RANKS_MUST_RESTART or self._killed or self._kill_at is not None:
+                    break
+                if number > _MOST_LAUNCHES:
+                    remedy = "use ddp, more devices, or a smaller max_length"
+                    self._fail("out_of_memory", f"the ranks ran out of memory too often: {remedy}")
                     break
                 self._launch = replace(
                     self._launch, handle=f"{self._launch.handle.partition('.')[0]}.{number}"

@@ -62,7 +62,7 @@ class SlurmExecutor:
             f"--nodes={launch.nodes}",
             "--ntasks-per-node=1",
             "--no-requeue",
-            # Before a time limit ends the job: enough time for a checkpoint, and as much again for the poll.
+            # Before a time limit ends the job: the time for a checkpoint, and 30 s to notice the signal.
             f"--signal=TERM@{min(65535, int(launch.grace_seconds) + 30)}",
             *([f"--gpus-per-node={launch.devices_per_node}"] if launch.on_gpus else []),
             *self._options,

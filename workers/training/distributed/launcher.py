@@ -1,9 +1,9 @@
-"""Starts a process for each rank of a run, and ends all of them as soon as one fails.
+"""Starts a process for each of a run's ranks on this node, and ends all of them as soon as one fails.
 
-This does what PyTorch's elastic agent does for one machine, without its server: ranks find each other by a
-file that only their user can read. It restarts the ranks only if they ran out of memory; after any other
-failure, a worker claims the job again. It needs only the standard library and pydantic, so that it takes
-little memory beside the ranks.
+On a single node, ranks find each other by a file that only their user can read, and are started again if they
+ran out of memory. With several nodes, they use MASTER_ADDR and MASTER_PORT, and the worker launches all nodes
+again (executors/remote_trainer.py). After any other failure, a worker claims the job again. This needs only
+the standard library and pydantic, so that it takes little memory beside the ranks.
 """
 
 import contextlib
