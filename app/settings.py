@@ -295,6 +295,11 @@ class Settings(BaseSettings):
         return self.data_dir.absolute() / "runs"
 
     @property
+    def launches_dir(self) -> Path:
+        """What workers and the nodes of engines tell each other (workers/executors/shared_files.py)."""
+        return self.data_dir.absolute() / "launches"
+
+    @property
     def built_in_models_dir(self) -> Path:
         return self.data_dir.absolute() / "models"
 

@@ -16,6 +16,8 @@ log = structlog.get_logger("accrue.worker")
 DEVICE_LOST = "device_lost"
 RETRY_SECONDS = {"disk_full": 60.0, DEVICE_LOST: 5.0}
 """The delay before a job is retried after its machine failed, by the failure's code."""
+_EVICTED_SECONDS = 10.0
+"""The delay before retrying a job whose engine took its devices away."""
 _IN_USE_SECONDS = 5.0
 """The delay before retrying a job whose trainer waited in vain for an earlier trainer to end."""
 
@@ -44,7 +46,7 @@ def end_job(
     elif running.interrupted_because or (status == INTERRUPTED and interrupted):
         queue.release(session, fence, running.interrupted_because or "interrupted")
     elif running.trainer.evicted_because is not None:
-        queue.release(session, fence, running.trainer.evicted_because)
+        queue.postpone(session, fence, running.trainer.evicted_because, _EVICTED_SECONDS)
     elif status == IN_USE:
         queue.postpone(session, fence, "an earlier trainer of the job has not ended yet", _IN_USE_SECONDS)
     elif failure is not None and _is_machine_failure(running, failure):

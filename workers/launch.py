@@ -30,7 +30,7 @@ from app.storage.database import Database
 from app.storage.session import Session
 from app.storage.tables import Job
 from workers.executors.protocol import Executor, Launch
-from workers.executors.remote_trainer import RemoteTrainer, Terms
+from workers.executors.remote_trainer import RemoteTrainer, Terms, handle_of
 from workers.leases import Running, Trainer
 from workers.run_directory import RunDirectory
 from workers.trainer_process import TrainerProcess
@@ -113,19 +113,13 @@ class Launcher:
         if self.executor is None:
             trainer = TrainerProcess(run, devices, silence, network=network, device_locks=locks, view=view)
         else:
-            where = self._launch_in_engine(spec, fence, run, devices, grace)
-            trainer = RemoteTrainer(self.executor, run, where, Terms(silence, network, view), locks)
+            terms = Terms(job.id, job.attempt, silence, grace, network, view)
+            launch = self._launch_in_engine(spec, terms, devices)
+            trainer = RemoteTrainer(self.executor, run, launch, terms, locks)
         log.info("trainer started", job=job.id, attempt=job.attempt, pid=trainer.pid)
         return Running(fence, devices, trainer, run, lease_until, timeout_at, grace, job.device_count)
 
-    def _launch_in_engine(
-        self,
-        spec: Spec,
-        fence: Fence,
-        run: RunDirectory,
-        devices: tuple[Device, ...],
-        grace_seconds: float,
-    ) -> Launch:
+    def _launch_in_engine(self, spec: Spec, terms: Terms, devices: tuple[Device, ...]) -> Launch:
         """One attempt, on as few nodes as `devices_per_node` allows, all with the same number of devices.
         Independent replicas always run on one node."""
         per_node = min(self.settings.devices_per_node, len(devices))
@@ -134,12 +128,12 @@ class Launcher:
         while len(devices) % per_node:
             per_node -= 1
         return Launch(
-            handle=f"accrue-{fence.job_id}-{fence.attempt}",
-            run_dir=run.path,
+            handle=handle_of(terms.job_id, terms.attempt),
+            folder=self.settings.launches_dir / terms.job_id,
             nodes=len(devices) // per_node,
             devices_per_node=per_node,
             on_gpus=devices[0].kind == "cuda",
-            grace_seconds=grace_seconds,
+            grace_seconds=terms.grace_seconds,
         )
 
     def _check_disk_space(self, spec: Spec) -> None:

@@ -118,11 +118,12 @@ class Running:
     lost: bool = False
     """Whether the job may belong to another worker now; the supervisor then kills the trainer."""
     waited_until: float | None = None
+    """Until when the trainer waited in its engine's queue, if its start is not noted yet; otherwise None."""
 
     def wait_until(self, now: float) -> None:
         """Notes that the trainer has not started yet: this time does not count towards its time limits."""
-        if self.timeout_at is not None and self.waited_until is not None:
-            self.timeout_at += now - self.waited_until
+        if self.timeout_at is not None:
+            self.timeout_at += now - (self.waited_until or self.started_at)
         self.waited_until = self.last_sign_at = now
 
 

@@ -364,6 +364,10 @@ class Supervisor:
             return
         if status is not None:
             self._check_device(running)
+        if running.waited_until is not None and not running.trainer.is_waiting:
+            with self.database.writing() as session:
+                queue.note_start(session, running.fence)
+            running.waited_until = None
         if messages := running.trainer.new_messages():
             with self.database.writing() as session:
                 for message in messages:

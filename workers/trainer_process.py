@@ -35,8 +35,8 @@ _PASSED_ON = (
     "HTTPS_PROXY", "HTTP_PROXY", "NO_PROXY", "CC", "CXX", fail_points.VARIABLE,
 )  # fmt: skip
 _PASSED_ON_PREFIXES = (
-    "CUDA_", "NVIDIA_", "CUDNN_", "CUBLAS_", "NCCL_", "PYTORCH_", "TORCH_", "TORCHINDUCTOR_", "TRITON_",
-    "BNB_", "OMP_", "MKL_",
+    "CUDA_", "NVIDIA_", "CUDNN_", "CUBLAS_", "NCCL_", "GLOO_", "PYTORCH_", "TORCH_", "TORCHINDUCTOR_",
+    "TRITON_", "BNB_", "OMP_", "MKL_",
 )  # fmt: skip
 
 

@@ -262,6 +262,11 @@ def store_plan(session: Session, fence: Fence, plan: Plan, device: str) -> None:
     session.execute(update(Attempt).where(_of_attempt(fence)).values(plan=content))
 
 
+def note_start(session: Session, fence: Fence) -> None:
+    """Lets the attempt's time begin now: until now, its trainer waited in the queue of an engine."""
+    session.execute(update(Attempt).where(_of_attempt(fence)).values(claimed_at=database_now()))
+
+
 def heartbeat(session: Session, fence: Fence, lease_seconds: float) -> RequestedAction | None:
     """Renews the lease. Returns what a user has requested in the meantime.
 

@@ -36,7 +36,9 @@ def checkpoint_names(settings: Settings, job_id: str) -> set[str]:
 
 
 def remove_run(settings: Settings, job_id: str) -> bool:
-    """Deletes the run directory of a deleted job. Returns whether it is completely gone."""
+    """Deletes the run directory of a deleted job, and its launches in engines. Returns whether the run
+    directory is completely gone."""
+    remove_tree(settings.launches_dir, job_id)
     return remove_tree(settings.runs_dir, job_id)
 
 

@@ -15,7 +15,7 @@ _TIMEOUT_SECONDS = 60.0
 def node_command(launch: Launch) -> list[str]:
     """The command for each node. It runs in the folder `app.PACKAGES_FOLDER`, by the same Python as here."""
     return [
-        sys.executable, "-m", f"{PACKAGE_PREFIX}workers.executors.node", str(launch.run_dir), launch.handle,
+        sys.executable, "-m", f"{PACKAGE_PREFIX}workers.executors.node", str(launch.folder), launch.handle,
     ]  # fmt: skip
 
 

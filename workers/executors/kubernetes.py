@@ -56,7 +56,7 @@ class KubernetesExecutor:
     def cancel(self, handle: str) -> None:
         self._call(["delete", self._kind, _name(handle), "--ignore-not-found", "--wait=false"])
 
-    def logs(self, handle: str, run_dir: Path, cursor: int) -> tuple[str, int]:
+    def logs(self, handle: str, folder: Path, cursor: int) -> tuple[str, int]:
         selector = f"--selector={_LABEL}={_name(handle)}"
         content = self._call(["logs", selector, "--prefix", "--tail=-1", "--ignore-errors"])
         return content[cursor:], max(cursor, len(content))

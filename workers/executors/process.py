@@ -39,7 +39,7 @@ class ProcessExecutor:
         if _processes(launch.handle):
             return
         for node in range(launch.nodes):
-            with (launch.run_dir / LOG).open("ab") as output:
+            with (launch.folder / LOG).open("ab") as output:
                 child = subprocess.Popen(
                     self._command(launch, node),
                     stdin=subprocess.DEVNULL,
@@ -63,16 +63,16 @@ class ProcessExecutor:
         for child in self._children.pop(handle, ()):
             child.wait()
 
-    def logs(self, handle: str, run_dir: Path, cursor: int) -> tuple[str, int]:
-        return read_log(run_dir, cursor)
+    def logs(self, handle: str, folder: Path, cursor: int) -> tuple[str, int]:
+        return read_log(folder, cursor)
 
     def _command(self, launch: Launch, node: int) -> list[str]:
         return [*node_command(launch), "--node", str(node)]
 
 
-def read_log(run_dir: Path, cursor: int) -> tuple[str, int]:
-    """What nodes have written to the run directory's log since a cursor, in bytes."""
-    with contextlib.suppress(OSError), (run_dir / LOG).open("rb") as file:
+def read_log(folder: Path, cursor: int) -> tuple[str, int]:
+    """What nodes have written to the log since a cursor, in bytes."""
+    with contextlib.suppress(OSError), (folder / LOG).open("rb") as file:
         file.seek(cursor)
         content = file.read(2**20)
         return content.decode(errors="replace"), cursor + len(content)

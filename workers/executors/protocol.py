@@ -12,7 +12,7 @@ class Launch:
     """One attempt at a job: `node_command` on each of some nodes. The handle is stored before the launch."""
 
     handle: str
-    run_dir: Path
+    folder: Path  # of the job's shared files (shared_files.py)
     nodes: int
     devices_per_node: int
     on_gpus: bool
@@ -56,5 +56,5 @@ class Executor(Protocol):
     def cancel(self, handle: str) -> None:
         """Ends a launch, if the engine has it."""
 
-    def logs(self, handle: str, run_dir: Path, cursor: int) -> tuple[str, int]:
+    def logs(self, handle: str, folder: Path, cursor: int) -> tuple[str, int]:
         """What the nodes have printed since a cursor (0: the beginning), and the new cursor."""

@@ -46,7 +46,7 @@ class RayExecutor:
     def render(self, launch: Launch) -> str:
         return shlex.join(
             [
-                sys.executable, "-m", f"{PACKAGE_PREFIX}workers.executors.ray_driver", str(launch.run_dir),
+                sys.executable, "-m", f"{PACKAGE_PREFIX}workers.executors.ray_driver", str(launch.folder),
                 launch.handle, "--nodes", str(launch.nodes), "--devices", str(launch.devices_per_node),
                 *(["--gpus"] if launch.on_gpus else []),
             ]
@@ -82,7 +82,7 @@ class RayExecutor:
     def cancel(self, handle: str) -> None:
         self._call("POST", f"/api/jobs/{handle}/stop", missing_is_fine=True)
 
-    def logs(self, handle: str, run_dir: Path, cursor: int) -> tuple[str, int]:
+    def logs(self, handle: str, folder: Path, cursor: int) -> tuple[str, int]:
         answer = self._call("GET", f"/api/jobs/{handle}/logs", missing_is_fine=True)
         content = "" if answer.status_code == 404 else answer.json()["logs"]
         return content[cursor:], max(cursor, len(content))

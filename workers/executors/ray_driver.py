@@ -44,17 +44,17 @@ class Node:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("folder", type=Path)
     parser.add_argument("handle")
     parser.add_argument("--nodes", type=int, required=True)
     parser.add_argument("--devices", type=int, required=True)
     parser.add_argument("--gpus", action="store_true")
     chosen = parser.parse_args()
-    launch = Launch(chosen.handle, chosen.run_dir, chosen.nodes, chosen.devices, chosen.gpus, 0.0)
+    launch = Launch(chosen.handle, chosen.folder, chosen.nodes, chosen.devices, chosen.gpus, 0.0)
     ray.init(address="auto", log_to_driver=False)
     bundle = {"GPU" if launch.on_gpus else "CPU": float(launch.devices_per_node)}
     group = placement_group(
-        [bundle] * launch.nodes, strategy="STRICT_SPREAD" if launch.nodes > 1 else "PACK", name=launch.handle
+        [bundle] * launch.nodes, strategy="SPREAD" if launch.nodes > 1 else "PACK", name=launch.handle
     )
     ray.get(group.ready())
     placed = [
@@ -69,7 +69,7 @@ def main() -> int:
         .remote()
         for node in range(launch.nodes)
     ]
-    log = str(launch.run_dir / LOG)
+    log = str(launch.folder / LOG)
     pending = [
         actor.run.remote([*node_command(launch), "--node", str(node)], log)
         for node, actor in enumerate(placed)

@@ -6,6 +6,7 @@ its nodes say so, or if the engine says so and the nodes must have noticed that 
 """
 
 import contextlib
+import hashlib
 import os
 import signal
 import threading
@@ -15,9 +16,11 @@ from dataclasses import dataclass, replace
 
 import structlog
 
+from app.contract.plain_files import read_plain
 from app.contract.reports import Failure
+from app.jobs.transitions import LostJob
 from workers.executors.protocol import Executor, Found, Launch, Refused, Unreachable
-from workers.executors.shared_files import LaunchOrder, SharedFiles
+from workers.executors.shared_files import LaunchOrder, NewerLaunch, NodeEnd, SharedFiles
 from workers.run_directory import INTERRUPTED, LOST_RANK, RANKS_MUST_RESTART, RunDirectory
 
 log = structlog.get_logger("accrue.worker")
@@ -42,9 +45,17 @@ _MOST_LAUNCHES = 30
 class Terms:
     """What a trainer may do, and how long its worker may be silent."""
 
+    job_id: str
+    attempt: int
     silence_seconds: float
+    grace_seconds: float
     network: bool
     view: str
+
+
+def handle_of(job_id: str, attempt: int, number: int = 1) -> str:
+    """The name of a launch: of the job's attempt and, if all ranks had to start again, its number in it."""
+    return f"accrue-{job_id}-{attempt}" + (f".{number}" if number > 1 else "")
 
 
 class RemoteTrainer:
@@ -53,16 +64,19 @@ class RemoteTrainer:
     Args:
         run: holds the assignment already.
         device_locks: descriptors that are held until the trainer has ended.
+
+    Raises:
+        LostJob: another worker has launched a later attempt.
+        OSError: the disk is full.
     """
 
     def __init__(
         self, executor: Executor, run: RunDirectory, launch: Launch, terms: Terms, device_locks: Sequence[int]
     ) -> None:
         self._executor, self._run, self._launch, self._terms = executor, run, launch, terms
-        self._files = SharedFiles(run.path)
-        self._locks = [os.dup(lock) for lock in device_locks]
+        self._files = SharedFiles(launch.folder)
         self._status: int | None = None
-        self._killed = self._closed = False
+        self._killed = False
         self._kill_at: float | None = None
         self._renewed_at = time.monotonic()
         self._lost_at: float | None = None
@@ -71,11 +85,16 @@ class RemoteTrainer:
         self._messages: list[str] = []
         self._found = Found("waiting")
         self._has_started = False
+        """Whether all nodes have begun to train."""
         self._wakes = threading.Event()
         self.evicted_because: str | None = None
         """Why the engine ended the trainer, for a reason that is not the job's; None: it did not."""
-        earlier = self._files.launch()
-        self._files.write_launch(self._order())
+        self._order = self._make_order()
+        try:
+            earlier = self._files.write_launch(self._order)
+        except NewerLaunch:
+            raise LostJob from None
+        self._locks = [os.dup(lock) for lock in device_locks]
         threading.Thread(target=self._follow, args=(earlier,), daemon=True, name=launch.handle).start()
 
     @property
@@ -102,14 +121,14 @@ class RemoteTrainer:
         now = time.monotonic()
         if not self._killed and self._lost_at is None and now > self._renewed_at + _LOOK_SECONDS:
             with contextlib.suppress(OSError):
-                self._files.renew()
-                self._renewed_at = now
+                self._files.renew(self._launch.handle)
+            self._renewed_at = time.monotonic()  # nodes may see it even if this failed, or took long
 
     def interrupt(self, grace_seconds: float) -> None:
         """Lets the trainer write a checkpoint and end. It is `overdue` after the grace period."""
         self._kill_at = time.monotonic() + grace_seconds
         with contextlib.suppress(OSError):
-            self._files.request_stop("interrupt")
+            self._files.request_stop(self._launch.handle, "interrupt")
         self._wakes.set()
 
     @property
@@ -122,20 +141,23 @@ class RemoteTrainer:
         if not self._killed:
             self._killed = True
             with contextlib.suppress(OSError):
-                self._files.request_stop("kill")
+                self._files.request_stop(self._launch.handle, "kill")
             self._wakes.set()
 
     def close(self) -> None:
         """Releases the resources of a trainer that has ended."""
-        self._closed = True
         self._wakes.set()
         while self._locks:
             os.close(self._locks.pop())
 
-    def _order(self) -> LaunchOrder:
+    def _make_order(self) -> LaunchOrder:
+        assignment = read_plain(self._run.path, "spec.json") or b""
         return LaunchOrder(
             executor=self._executor.name,
             handle=self._launch.handle,
+            attempt=self._terms.attempt,
+            run_dir=str(self._run.path),
+            assignment_sha256=hashlib.sha256(assignment).hexdigest(),
             nodes=self._launch.nodes,
             devices_per_node=self._launch.devices_per_node,
             silence_seconds=self._terms.silence_seconds,
@@ -157,14 +179,16 @@ class RemoteTrainer:
                     remedy = "use ddp, more devices, or a smaller max_length"
                     self._fail("out_of_memory", f"the ranks ran out of memory too often: {remedy}")
                     break
-                self._launch = replace(
-                    self._launch, handle=f"{self._launch.handle.partition('.')[0]}.{number}"
-                )
-                self._files.write_launch(self._order())
+                handle = handle_of(self._terms.job_id, self._terms.attempt, number)
+                self._launch = replace(self._launch, handle=handle)
+                self._order = self._order.model_copy(update={"handle": handle})
+                self._files.write_launch(self._order)
                 status = self._run_once()
         except Refused as error:
             self._fail("not_started", str(error))
             status = 1
+        except NewerLaunch:
+            status = -signal.SIGKILL  # the lease is lost, and the supervisor knows
         except Exception:
             log.exception("the trainer's engine cannot be used", launch=self._launch.handle)
             self._killed = True  # the nodes end, since nobody renews
@@ -173,7 +197,7 @@ class RemoteTrainer:
         self._status = status
 
     def _run_once(self) -> int:
-        self._found, self._lost_at = Found("waiting"), None
+        self._found, self._lost_at, self._has_started = Found("waiting"), None, False
         if not self._submit():
             self._cancel()
             return INTERRUPTED if self._kill_at is not None and not self._killed else -signal.SIGKILL
@@ -184,7 +208,7 @@ class RemoteTrainer:
     def _end_earlier(self, earlier: LaunchOrder) -> None:
         """Ends the launch of an earlier attempt, which its worker could not end. Its nodes end by themselves
         too; this only frees their devices sooner."""
-        if earlier.executor == self._executor.name:
+        if earlier.executor == self._executor.name and earlier.handle != self._launch.handle:
             with contextlib.suppress(Unreachable):
                 self._executor.cancel(earlier.handle)
 
@@ -214,11 +238,11 @@ class RemoteTrainer:
         failed_at: float | None = None
         while True:
             now = time.monotonic()
-            self._has_started |= self._files.has_started(self._launch.handle)
-            ends = self._files.ends(self._order())
-            if len(ends) == self._launch.nodes and not any(ends.values()):
+            self._has_started |= self._files.started(self._order) == self._launch.nodes
+            ends = self._files.ends(self._order)
+            if len(ends) == self._launch.nodes and not any(end.status for end in ends.values()):
                 return 0
-            if any(ends.values()):
+            if any(end.status for end in ends.values()):
                 failed_at = failed_at or now
                 if len(ends) == self._launch.nodes or now > failed_at + _REST_SECONDS:
                     return self._status_of(ends)
@@ -229,10 +253,11 @@ class RemoteTrainer:
             if now > polled_at + _POLL_SECONDS or self._wakes.is_set():
                 polled_at = now
                 self._poll()
+                continue  # the nodes may have reported their ends meanwhile
             if self._lost_at is not None or self._killed:
-                silent = now > self._renewed_at + self._terms.silence_seconds + _MARGIN_SECONDS
-                never_started = self._lost_at and not self._has_started
-                if silent or (never_started and (self._killed or self._kill_at is not None)):
+                is_asked = self._killed or self._kill_at is not None
+                is_gone = self._lost_at is not None and self._files.started(self._order) == 0
+                if self._is_silent(_MARGIN_SECONDS) or (is_gone and is_asked):
                     return self._status_without_report()
             self._wait(_LOOK_SECONDS)
 
@@ -253,23 +278,33 @@ class RemoteTrainer:
         else:
             self._lost_at = self._lost_at or time.monotonic()
 
-    def _status_of(self, ends: dict[int, int]) -> int:
+    def _is_silent(self, margin: float = 0.0) -> bool:
+        """Whether the nodes must have noticed that nobody renews."""
+        return time.monotonic() > self._renewed_at + self._terms.silence_seconds + margin
+
+    def _status_of(self, ends: dict[int, NodeEnd]) -> int:
         """The exit status of a trainer of which some nodes have failed: the most telling one."""
-        failed = [status for status in ends.values() if status]
-        for status in (RANKS_MUST_RESTART, INTERRUPTED):
-            if status in failed:
-                break
-        else:
-            status = next((each for each in failed if each != LOST_RANK), LOST_RANK)
-        if self._lost_at is not None and status != INTERRUPTED:
+        if self._lost_at is not None and self._is_silent():
             return self._status_without_report()  # the nodes ended because nobody renewed
-        if status == INTERRUPTED and self._kill_at is None and not self._killed:
+        failed = [end.status for end in ends.values() if end.status]
+        causes = [each for each in failed if each not in (INTERRUPTED, LOST_RANK, -signal.SIGKILL)]
+        if RANKS_MUST_RESTART in failed:
+            return RANKS_MUST_RESTART
+        if causes:
+            return causes[0]
+        is_asked = self._killed or self._kill_at is not None
+        if not is_asked and any(end.was_evicted for end in ends.values()):
             self.evicted_because = f"{self._executor.name} took its devices away"
-        elif status == LOST_RANK:
+        elif not is_asked and len(ends) < self._launch.nodes:
             self._poll()
-            if len(ends) < self._launch.nodes or self._found.was_evicted:
+            if self._found.was_evicted:
                 self.evicted_because = f"a node of {self._executor.name} was lost"
-        return status
+        for status in (INTERRUPTED, -signal.SIGKILL):
+            if status in failed:
+                return status
+        if self._run.failure() is None and self.evicted_because is None:
+            self._fail("rank_lost", "the ranks lost their connection to each other", permanent=False)
+        return LOST_RANK
 
     def _status_without_report(self) -> int:
         """The exit status of a trainer whose nodes have ended without saying how."""
@@ -290,7 +325,7 @@ class RemoteTrainer:
     def _last_line(self) -> str:
         """What the nodes have printed last."""
         with contextlib.suppress(Unreachable):
-            printed, _ = self._executor.logs(self._launch.handle, self._run.path, 0)
+            printed, _ = self._executor.logs(self._launch.handle, self._launch.folder, 0)
             return next(iter(printed.strip().splitlines()[-1:]), "")[:300]
         return ""
 

@@ -29,11 +29,12 @@ _RUNNING = {"RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE
 _EVICTED = {"PREEMPTED", "NODE_FAIL", "BOOT_FAIL", "REVOKED", "TIMEOUT", "DEADLINE"}
 """States of squeue(1), section *job state codes*."""
 
-_UNREACHABLE = (
+_NOT_NOW = (
     "Unable to contact slurm controller", "Socket timed out", "Connection refused", "Connection timed out",
     "Communication connection failure", "slurm_load_jobs error", "temporarily unable", "Zero Bytes were",
-    "Message send failure", "Transport endpoint",
+    "Message send failure", "Transport endpoint", "MaxSubmit", "try again",
 )  # fmt: skip
+"""What sbatch says if the controller cannot be reached, or if the user has too many jobs now."""
 
 
 class SlurmExecutor:
@@ -56,15 +57,14 @@ class SlurmExecutor:
     def render(self, launch: Launch) -> str:
         options = [
             f"--job-name={launch.handle}",
-            f"--output={launch.run_dir / LOG}",
+            f"--output={launch.folder / LOG}",
             "--open-mode=append",
             f"--chdir={PACKAGES_FOLDER}",
-            f"--nodes={launch.nodes}",
-            "--ntasks-per-node=1",
+            f"--ntasks={launch.nodes}",
             "--no-requeue",
             # Before a time limit ends the job: the time for a checkpoint, and 30 s to notice the signal.
             f"--signal=TERM@{min(65535, int(launch.grace_seconds) + 30)}",
-            *([f"--gpus-per-node={launch.devices_per_node}"] if launch.on_gpus else []),
+            *([f"--gpus-per-task={launch.devices_per_node}"] if launch.on_gpus else []),
             *self._options,
         ]
         return "\n".join(
@@ -73,6 +73,8 @@ class SlurmExecutor:
                 *(f"#SBATCH {shlex.quote(option)}" for option in options),
                 'MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
                 "export MASTER_ADDR",
+                # srun does not take this over from sbatch (srun(1)).
+                'export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}"',
                 f"exec srun --kill-on-bad-exit=0 --wait=0 {shlex.join(node_command(launch))}",
                 "",
             ]
@@ -94,8 +96,8 @@ class SlurmExecutor:
     def cancel(self, handle: str) -> None:
         self._call(["scancel", "--quiet", "--me", f"--name={handle}"])
 
-    def logs(self, handle: str, run_dir: Path, cursor: int) -> tuple[str, int]:
-        return read_log(run_dir, cursor)
+    def logs(self, handle: str, folder: Path, cursor: int) -> tuple[str, int]:
+        return read_log(folder, cursor)
 
     def _call(self, command: list[str], content: str | None = None) -> str:
         """Calls a command of Slurm. Returns what it prints.
@@ -108,7 +110,7 @@ class SlurmExecutor:
         if done.returncode == 0:
             return done.stdout
         message = next(iter(done.stderr.strip().splitlines()), f"{command[0]} failed")
-        if command[0] != "sbatch" or any(sign in done.stderr for sign in _UNREACHABLE):
+        if command[0] != "sbatch" or any(sign in done.stderr for sign in _NOT_NOW):
             raise Unreachable(message)
         raise Refused(f"Slurm refuses the job: {message.removeprefix('sbatch: error: ')}")
 

@@ -58,8 +58,8 @@ def test_what_slurm_gets() -> None:
     assert lines[0] == "#!/bin/sh"
     for option in (
         "--job-name=accrue-ftjob-1-1",
-        "--nodes=2",
-        "--gpus-per-node=4",
+        "--ntasks=2",
+        "--gpus-per-task=4",
         "--no-requeue",
         "--signal=TERM@75",
         "--partition=gpu",

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
+from app.jobs.transitions import LostJob
 from app.planning.devices import Device
 from tests.harness.runs import create_run, log_of, small_data, until
 from tests.harness.specs import make_spec
 from workers.executors.process import ProcessExecutor, _processes
 from workers.executors.protocol import Found, Launch, Refused, Unreachable
-from workers.executors.remote_trainer import RemoteTrainer, Terms
+from workers.executors.remote_trainer import RemoteTrainer, Terms, handle_of
 from workers.executors.shared_files import SharedFiles
 from workers.run_directory import INTERRUPTED, RunDirectory
 
@@ -73,9 +74,10 @@ class Worker:
         self.trainers: list[RemoteTrainer] = []
 
     def launch(self, attempt: int = 1) -> RemoteTrainer:
-        handle = f"accrue-test-{os.getpid()}-{time.monotonic_ns()}-{attempt}"
-        launch = Launch(handle, self.run.path, 1, 1, False, 20.0)
-        trainer = RemoteTrainer(self.engine, self.run, launch, Terms(SILENCE, True, ""), [])
+        terms = Terms(f"test-{os.getpid()}-{time.monotonic_ns()}", attempt, SILENCE, 20.0, True, "")
+        folder = self.run.path.parent / "launches"
+        launch = Launch(handle_of(terms.job_id, attempt), folder, 1, 1, False, 20.0)
+        trainer = RemoteTrainer(self.engine, self.run, launch, terms, [])
         self.trainers.append(trainer)
         return trainer
 
@@ -194,7 +196,11 @@ def test_only_the_newest_launch_trains(worker: Worker) -> None:
     worker.engine.is_reachable = True
     before = len(steps(worker.run))
     worker.wait_for_steps(second, before + 2)
-    assert SharedFiles(worker.run.path).has_started(str(second.pid))
+    newest = SharedFiles(worker.run.path.parent / "launches").launch()
+    assert newest is not None
+    assert newest.handle == second.pid
+    with pytest.raises(LostJob):
+        worker.launch(attempt=1)
 
 
 def test_a_launch_that_has_not_started_is_cancelled_at_once(worker: Worker) -> None:

@@ -138,7 +138,7 @@ def _watch(
         statuses = [rank.poll() for rank in ranks]
         if all(status == 0 for status in statuses):
             return 0
-        if stopped and -signal.SIGTERM in statuses:
+        if (stopped or interrupted()) and -signal.SIGTERM in statuses:
             return INTERRUPTED  # it was so early that the rank could not note the request yet
         if any(statuses):
             return _end_after_failure(run, ranks, first)
