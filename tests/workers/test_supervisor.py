@@ -20,7 +20,7 @@ from app.jobs import lifecycle, queue, transitions
 from app.planning.devices import GIB
 from app.settings import Settings
 from app.storage.database import Database
-from app.storage.tables import Job, JobEvent, StepMetric, Worker
+from app.storage.tables import Attempt, Job, JobEvent, StepMetric, Worker
 from tests.harness.runs import small_data, until, write_texts
 from tests.harness.specs import make_spec
 from tests.harness.submissions import submitted
@@ -649,3 +649,52 @@ def test_a_database_error_neither_loses_the_room_nor_the_devices_locks(
         monkeypatch.setattr(queue, "claim", claim)
         assert supervisor._claim_for_free_devices()
         assert job(database, urgent).status == "running"
+
+
+def claimed_at(database: Database, job_id: str) -> float:
+    with database.reading() as session:
+        return session.scalars(select(Attempt.claimed_at).where(Attempt.job_id == job_id)).one()
+
+
+def test_waiting_in_an_engine_s_queue_counts_neither_as_running_nor_as_silence(
+    supervisor: Supervisor, settings: Settings, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in(supervisor, monkeypatch, "sleep 60")
+    job_id = endless(settings, database)
+    turn(supervisor)
+    (running,) = supervisor.running
+    claimed = claimed_at(database, job_id)
+    running.trainer.is_waiting = True  # type: ignore[misc]
+    running.timeout_at = time.monotonic() + 0.2
+    running.last_sign_at -= 10_000
+    ends = time.monotonic() + 0.6
+    while time.monotonic() < ends:
+        supervisor.turn()
+    assert (running.interrupted_because, running.stuck) == (None, False)
+    assert claimed_at(database, job_id) == claimed
+    running.trainer.is_waiting = False  # type: ignore[misc]
+    supervisor.turn()
+    assert claimed_at(database, job_id) >= claimed + 0.5
+    time.sleep(0.25)
+    supervisor.turn()
+    assert running.timed_out, "from its start on, its time counts"
+
+
+@pytest.mark.parametrize(("others", "is_interrupted"), [(0, True), (1, False)])
+def test_a_job_that_got_fewer_devices_continues_on_more_once_they_are_there(
+    settings: Settings, database: Database, monkeypatch: pytest.MonkeyPatch, others: int, is_interrupted: bool
+) -> None:
+    chosen = settings.model_copy(
+        update={"reserve_after_seconds": 0.0, "cpu_threads": 2, "cpu_devices": 2, "lease_seconds": 600}
+    )
+    supervisor = Supervisor(chosen, database, Slots(on_cpu=True, cpu_devices=2 + others))
+    stand_in(supervisor, monkeypatch, "sleep 60")
+    try:
+        jobs = [endless(settings, database) for _ in range(1 + others)]
+        turn(supervisor)
+        supervisor.running[0].requested_devices = 2
+        supervisor._let_grow()
+        assert bool(supervisor.running[0].interrupted_because) == is_interrupted
+        assert len(supervisor.running) == len(jobs)
+    finally:
+        end_all(supervisor)
