@@ -31,7 +31,7 @@ def undisturbed(shared: Accrue) -> dict[str, Any]:
 @pytest.fixture
 def engine(accrue: Accrue) -> Accrue:
     """A service whose worker runs trainers in an engine: here, processes that do not belong to the worker."""
-    accrue.env |= {"ACCRUE_EXECUTOR": "process"}
+    accrue.env |= {"ACCRUE_EXECUTOR": "process", "ACCRUE_LEASE_SECONDS": "8"}
     accrue.serve()
     return accrue
 

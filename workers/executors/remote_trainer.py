@@ -80,8 +80,8 @@ class RemoteTrainer:
         self._kill_at: float | None = None
         self._renewed_at = time.monotonic()
         self._lost_at: float | None = None
-        """When the engine first said that it has no such launch, or that it has ended, although not all nodes
-        have reported their ends; None while it says that the launch waits or runs."""
+        """When the engine said for the second time in a row that it has no such launch, or that it has ended,
+        although not all nodes have reported their ends; otherwise None."""
         self._messages: list[str] = []
         self._found = Found("waiting")
         self._has_started = False
@@ -272,10 +272,12 @@ class RemoteTrainer:
                 self._say(f"The trainer waits in {where}" + (f": {found.reason}." if found.reason else "."))
             elif found.state == "running" and self._found.state == "waiting":
                 self._say(f"The trainer starts in {where}.")
+        was_lost = self._found.state in ("ended", "unknown")
         self._found = found
         if found.state in ("waiting", "running"):
             self._lost_at = None
-        else:
+        elif was_lost or self._killed or self._kill_at is not None:
+            # Said twice: just after its submission, an engine may not list a launch yet.
             self._lost_at = self._lost_at or time.monotonic()
 
     def _is_silent(self, margin: float = 0.0) -> bool:
