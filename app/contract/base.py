@@ -1,17 +1,20 @@
 """Base classes of Accrue's schemas."""
 
 from contextvars import ContextVar
-from typing import Annotated, Any, Generic, Literal, Self, TypeVar
+from functools import cache
+from typing import Annotated, Any, Generic, Literal, Self, TypeVar, get_args, get_origin
 
 from pydantic import (
+    AliasChoices,
     BaseModel,
     ConfigDict,
     ModelWrapValidatorHandler,
     Strict,
     StringConstraints,
+    ValidationError,
     model_validator,
 )
-from pydantic_core import PydanticCustomError, PydanticSerializationError, to_json
+from pydantic_core import InitErrorDetails, PydanticCustomError, PydanticSerializationError, to_json
 
 from app.contract.text import path_to_unstorable, size_error
 
@@ -28,6 +31,44 @@ Item = TypeVar("Item")
 
 _is_checked: ContextVar[bool] = ContextVar("_is_checked", default=False)
 """Whether the value that is being validated is a part of one that was checked."""
+
+
+@cache
+def _number_fields(model: type[BaseModel]) -> frozenset[str]:
+    """The names under which a request gives a model's numbers."""
+    found: set[str] = set()
+    for name, field in model.model_fields.items():
+        kinds = _kinds(field.annotation)
+        if kinds & {int, float} and bool not in kinds:
+            found.add(name)
+            alias = field.validation_alias
+            choices = alias.choices if isinstance(alias, AliasChoices) else [alias]
+            found |= {each for each in choices if isinstance(each, str)}
+    return frozenset(found)
+
+
+def _kinds(annotation: Any) -> set[Any]:
+    """The types of a union, whatever they are annotated with."""
+    if get_origin(annotation) is Literal:
+        return set()
+    return {annotation}.union(*map(_kinds, get_args(annotation)))
+
+
+def _check_numbers(model: type[BaseModel], given: Any) -> None:
+    """Checks that no number is given as true or false, which pydantic would read as 1 or 0.
+
+    Raises:
+        ValidationError: one is; it names the field.
+    """
+    if not isinstance(given, dict):
+        return
+    numbers = _number_fields(model)
+    wrong = [name for name, value in given.items() if isinstance(value, bool) and name in numbers]
+    if wrong:
+        error = PydanticCustomError("number_type", "must be a number, not true or false")
+        raise ValidationError.from_exception_data(
+            model.__name__, [InitErrorDetails(type=error, loc=(name,), input=given[name]) for name in wrong]
+        )
 
 
 class RequestPart(BaseModel):
@@ -47,6 +88,7 @@ class Request(RequestPart):
     def _can_be_stored(cls, given: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
         """Runs before all validation, so that no field needs its own check; the error names the field. Parts
         are checked with the whole."""
+        _check_numbers(cls, given)
         if _is_checked.get():
             return validate(given)
         if (why := size_error(given)) is not None:
