@@ -182,9 +182,9 @@ class FirstOfSeveral(ProcessGroup):
     gloo would copy what it exchanges, in other threads."""
 
     sum, any, broadcast, wait = Group.sum, Group.any, Group.broadcast, Group.wait  # type: ignore[assignment]
-    begin_all_reduce, training, waiting, close = (
+    begin_all_reduce, limited_waiting, waiting, close = (
         Group.begin_all_reduce,
-        Group.training,
+        Group.limited_waiting,
         Group.waiting,
         Group.close,
     )  # type: ignore[assignment]

@@ -388,6 +388,6 @@ def test_a_step_with_fewer_samples_than_ranks(tmp_path: Path, strategy: Strategy
 def test_a_stop_before_the_ranks_have_started_is_a_stop(tmp_path: Path) -> None:
     ranks = [subprocess.Popen(["sleep", "600"]) for _ in range(2)]
     try:
-        assert launcher._watch(RunDirectory(tmp_path), ranks, lambda: True) == INTERRUPTED
+        assert launcher._watch(RunDirectory(tmp_path), ranks, lambda: True, 0) == INTERRUPTED
     finally:
         launcher._kill(ranks)
