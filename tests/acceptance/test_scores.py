@@ -100,7 +100,7 @@ def test_what_needs_a_language_model_refuses_others(accrue: Accrue) -> None:
     assert "scores texts (negative, positive)" in answer.json()["error"]["message"]
     answer = accrue.http.post(f"{TRAINING}/{classifier['id']}/exports", json={"format": "gguf"})
     assert answer.status_code == 422
-    assert "completes nothing" in accrue.command("sample", classifier["id"]).stdout
+    assert "completes nothing" in accrue.command("completions", classifier["id"]).stdout
     other = [{**row, "label": f"{row['label']}!"} for row in TEXTS]
     answer = submitted(accrue, other, f"{classifier['id']}:ckpt-step-12")
     assert answer.status_code == 422

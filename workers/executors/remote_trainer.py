@@ -177,7 +177,8 @@ class RemoteTrainer:
                     break
                 if number > _MOST_LAUNCHES:
                     remedy = "use ddp, more devices, or a smaller max_length"
-                    self._fail("out_of_memory", f"the ranks ran out of memory too often: {remedy}")
+                    message = f"the ranks ran out of memory too often: {remedy}"
+                    self._fail(Failure(code="out_of_memory", message=message, permanent=True))
                     break
                 handle = handle_of(self._terms.job_id, self._terms.attempt, number)
                 self._launch = replace(self._launch, handle=handle)
@@ -185,7 +186,7 @@ class RemoteTrainer:
                 self._files.write_launch(self._order)
                 status = self._run_once()
         except Refused as error:
-            self._fail("not_started", str(error))
+            self._fail(Failure(code="not_started", message=str(error), permanent=True))
             status = 1
         except NewerLaunch:
             status = -signal.SIGKILL  # the lease is lost, and the supervisor knows
@@ -305,7 +306,8 @@ class RemoteTrainer:
             if status in failed:
                 return status
         if self._run.failure() is None and self.evicted_because is None:
-            self._fail("rank_lost", "the ranks lost their connection to each other", permanent=False)
+            message = "the ranks lost their connection to each other"
+            self._fail(Failure(code="rank_lost", message=message, permanent=False))
         return LOST_RANK
 
     def _status_without_report(self) -> int:
@@ -321,7 +323,7 @@ class RemoteTrainer:
         if self._run.failure() is None:
             told = self._last_line()
             message = f"{name} has ended the trainer, or lost it{why}{f': {told}' if told else ''}"
-            self._fail("trainer_lost", message, permanent=False)
+            self._fail(Failure(code="trainer_lost", message=message, permanent=False))
         return 1
 
     def _last_line(self) -> str:
@@ -331,9 +333,9 @@ class RemoteTrainer:
             return next(iter(printed.strip().splitlines()[-1:]), "")[:300]
         return ""
 
-    def _fail(self, code: str, message: str, *, permanent: bool = True) -> None:
+    def _fail(self, failure: Failure) -> None:
         with contextlib.suppress(OSError):
-            self._run.write_failure(Failure(code=code, message=message, permanent=permanent))
+            self._run.write_failure(failure)
 
     def _cancel(self) -> None:
         with contextlib.suppress(Unreachable):  # the nodes end without renewals
