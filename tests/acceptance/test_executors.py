@@ -63,6 +63,7 @@ def test_a_job_in_an_engine_is_paused_resumed_and_cancelled(engine: Accrue) -> N
     until(lambda: engine.trainer_of(job_id) is None, 20)
 
 
+@pytest.mark.slow
 def test_a_killed_worker_s_trainer_in_an_engine_ends_and_the_job_resumes(
     engine: Accrue, undisturbed: dict[str, Any]
 ) -> None:

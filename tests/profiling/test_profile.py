@@ -74,6 +74,7 @@ def test_the_layers_of_a_divided_model_repeat(checkpointing: bool) -> None:
         assert found == true
 
 
+@pytest.mark.thorough
 def test_a_divided_model_needs_less_memory_on_more_ranks() -> None:
     estimates = [
         ByProfile(make_profile(TINY_GPT2, recipe, 64).curve, recipe, "simulated")

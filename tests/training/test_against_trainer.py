@@ -314,6 +314,7 @@ def resumed(folder: Path, rows: int) -> str:
     return f"{len(set(range(max(seen))) - set(seen))} skipped, {len(seen) - len(set(seen))} repeated"
 
 
+@pytest.mark.thorough
 def test_resume_with_accumulation_2_then_4(tmp_path: Path) -> None:
     """The micro-batch halved or as it was: no sample is skipped, none comes twice, and the losses agree."""
     theirs = f"micro-batch halved: {resumed(tmp_path / 'a', 2)}; kept: {resumed(tmp_path / 'b', 4)}"

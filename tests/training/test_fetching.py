@@ -86,6 +86,7 @@ LARGE, KEPT = 25 * 2**20, 10 * 2**20
 """Bytes of a file of which a part is kept when its download breaks: the client writes 10 MiB at a time."""
 
 
+@pytest.mark.thorough
 def test_a_broken_download_is_continued_where_it_broke(tmp_path: Path, hub: Hub) -> None:
     run = laid(tmp_path / "data")
     hub.files["other.safetensors"] = bytes(LARGE)

@@ -441,6 +441,7 @@ def test_starting_a_trainer_releases_its_database_connection(
     assert (database.engine.pool.checkedin(), database.engine.pool.checkedout()) == (1, 0)
 
 
+@pytest.mark.thorough
 def test_leases_are_renewed_while_the_supervisor_is_blocked(
     supervisor: Supervisor, settings: Settings, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -458,6 +459,7 @@ def test_leases_are_renewed_while_the_supervisor_is_blocked(
     end_all(held_up)
 
 
+@pytest.mark.thorough
 def test_a_stop_request_ends_training_and_saves_the_model(
     supervisor: Supervisor, settings: Settings, database: Database
 ) -> None:

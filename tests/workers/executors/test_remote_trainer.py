@@ -186,6 +186,7 @@ def test_a_node_ends_if_its_worker_does_not_renew(worker: Worker) -> None:
     until(lambda: not _processes(str(trainer.pid)), SILENCE + 10)
 
 
+@pytest.mark.slow
 def test_only_the_newest_launch_trains(worker: Worker) -> None:
     worker.run = create_run(worker.run.path.parent / "long", make_spec(data=small_data(), max_steps=100_000))
     first = worker.launch()
