@@ -96,4 +96,6 @@ class RateLimiter:
 
 
 def _message_of(error: Exception) -> str:
+    if isinstance(error, TimeoutError) and not str(error):
+        return "it cannot be connected to in time"
     return f"{type(error).__name__}: {error}"[:200]
