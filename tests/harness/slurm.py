@@ -85,7 +85,7 @@ class Slurm:
         return done.stdout
 
     def sbatch(self, option: str, command: str, partition: str) -> None:
-        """Submits a batch job of somebody else."""
+        """Submits a batch job that is not Accrue's."""
         self.call("sbatch", option, f"--partition={partition}", "--output=/dev/null", f"--wrap={command}")
 
     def is_idle(self) -> bool:

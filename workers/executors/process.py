@@ -1,8 +1,8 @@
 """Runs launches as processes of this machine, to try out what happens in an engine without having one.
 
 The nodes of a launch share the machine. Their processes have sessions of their own, so that they do not end
-with the worker's: as the nodes of any engine, they end when nobody renews. They are found by the handle in
-their command lines.
+with the worker's: as the nodes of any engine, they end when the worker no longer renews. They are found by
+the handle in their command lines.
 """
 
 import contextlib

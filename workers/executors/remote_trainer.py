@@ -35,7 +35,7 @@ _REST_SECONDS = 3.0
 """How long the nodes that have not ended are waited for once one has failed: another may know the cause."""
 
 _MARGIN_SECONDS = 5.0
-"""Nodes end within this time after they have noticed that nobody renews."""
+"""Nodes end within this time after they have noticed that the worker no longer renews."""
 
 _MOST_LAUNCHES = 30
 """The job fails after so many launches in one attempt that ended because all ranks had to start again."""
@@ -192,7 +192,7 @@ class RemoteTrainer:
             status = -signal.SIGKILL  # the lease is lost, and the supervisor knows
         except Exception:
             log.exception("the trainer's engine cannot be used", launch=self._launch.handle)
-            self._killed = True  # the nodes end, since nobody renews
+            self._killed = True  # the nodes end without renewals
             self._wait(self._terms.silence_seconds + _MARGIN_SECONDS)
             status = 1
         self._status = status
@@ -253,6 +253,7 @@ class RemoteTrainer:
                 self._cancel()
             if now > polled_at + _POLL_SECONDS or self._wakes.is_set():
                 polled_at = now
+                self._wakes.clear()
                 self._poll()
                 continue  # the nodes may have reported their ends meanwhile
             if self._lost_at is not None or self._killed:
@@ -282,13 +283,13 @@ class RemoteTrainer:
             self._lost_at = self._lost_at or time.monotonic()
 
     def _is_silent(self, margin: float = 0.0) -> bool:
-        """Whether the nodes must have noticed that nobody renews."""
+        """Whether the nodes must have noticed that there are no renewals."""
         return time.monotonic() > self._renewed_at + self._terms.silence_seconds + margin
 
     def _status_of(self, ends: dict[int, NodeEnd]) -> int:
         """The exit status of a trainer of which some nodes have failed: the most telling one."""
         if self._lost_at is not None and self._is_silent():
-            return self._status_without_report()  # the nodes ended because nobody renewed
+            return self._status_without_report()  # the nodes ended for lack of renewals
         failed = [end.status for end in ends.values() if end.status]
         causes = [each for each in failed if each not in (INTERRUPTED, LOST_RANK, -signal.SIGKILL)]
         if RANKS_MUST_RESTART in failed:
@@ -321,8 +322,8 @@ class RemoteTrainer:
             self.evicted_because = f"{name} took its devices away{why}"
             return INTERRUPTED
         if self._run.failure() is None:
-            told = self._last_line()
-            message = f"{name} has ended the trainer, or lost it{why}{f': {told}' if told else ''}"
+            last = self._last_line()
+            message = f"{name} has ended the trainer, or lost it{why}{f': {last}' if last else ''}"
             self._fail(Failure(code="trainer_lost", message=message, permanent=False))
         return 1
 

@@ -10,7 +10,7 @@ folder. Trainers do not see this folder.
     node-0.lock      held by the process that runs on a node for the launch
     executor.log     what the nodes print
 
-Each file names its launch, and is ignored by the nodes of all others. Nobody compares clocks: a node measures
+Each file names its launch, and the nodes of other launches ignore it. No clocks are compared: a node measures
 with its own clock how long the renewals have not changed.
 """
 

@@ -74,7 +74,7 @@ class SlurmExecutor:
                 'MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
                 "export MASTER_ADDR",
                 # srun does not take this over from sbatch (srun(1)).
-                'export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}"',
+                'if [ "$SLURM_CPUS_PER_TASK" ]; then export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"; fi',
                 f"exec srun --kill-on-bad-exit=0 --wait=0 {shlex.join(node_command(launch))}",
                 "",
             ]
@@ -122,9 +122,9 @@ def _environment() -> dict[str, str]:
 
 
 def _found(state: str, reason: str) -> Found:
-    told = "" if reason in ("None", "") else reason
+    why = "" if reason in ("None", "") else reason
     if state in _WAITING:
-        return Found("waiting", told)
+        return Found("waiting", why)
     if state in _RUNNING:
-        return Found("running", told)
-    return Found("ended", state if not told else f"{state}, {told}", was_evicted=state in _EVICTED)
+        return Found("running", why)
+    return Found("ended", state if not why else f"{state}, {why}", was_evicted=state in _EVICTED)

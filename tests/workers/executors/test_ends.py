@@ -18,7 +18,7 @@ from workers.run_directory import DISK_FULL, IN_USE, INTERRUPTED, LOST_RANK, RAN
 
 
 class Engine:
-    """An engine that starts nothing, and says what it is told to."""
+    """An engine that starts nothing, and gives the answers that a test needs."""
 
     name = "engine"
 
@@ -222,3 +222,20 @@ def test_a_launch_ends_on_a_node_only_once(files: SharedFiles) -> None:
     files.write_end(0, NodeEnd(handle="accrue-1", status=0))
     assert _run(_Launch(files, order()), 0) == 1
     assert files.ends(order())[0].status == 0
+
+
+def test_a_request_that_comes_while_the_engine_answers_does_not_make_the_worker_ask_without_pause(
+    tmp_path: Path,
+) -> None:
+    trainers: list[RemoteTrainer] = []
+    asked: list[float] = []
+
+    def answer() -> Found:
+        asked.append(time.monotonic())
+        if len(asked) == 2:
+            trainers[0].interrupt(60.0)
+        return Found("running" if len(asked) < 4 else "unknown")
+
+    trainers.append(launched(tmp_path, Engine(answer), nodes=1))
+    assert status_of(trainers[0]) == INTERRUPTED
+    assert len(asked) < 20
