@@ -12,7 +12,7 @@ TOOLS := trl==1.16.0 datasets dill multiprocess pandas python-dateutil xxhash ax
 	fire termcolor torchtune==0.6.1 torchao==0.9.0 omegaconf antlr4-python3-runtime==4.9.3 sentencepiece tiktoken blobfile \
 	lxml pycryptodomex nemo-automodel==0.7.0 torchdata kubeflow-trainer-api==2.3.0 kubernetes-validate==1.37.0 \
 	importlib_resources jsonschema jsonschema_specifications referencing rpds_py attrs
-.PHONY: help setup demo test test-all test-rest test-slow test-trl test-tools test-faults test-executors test-gpu test-fuzz test-browser test-images soak accuracy bench-trainer bench-queue bench-api bench-fleet bench-dashboard bench-memory bench-variance bench-devices bench-data bench-durations bench-inference families serve check format migrate clean
+.PHONY: help setup demo test test-all test-rest test-slow test-trl test-tools test-faults test-executors test-object-storage test-gpu test-fuzz test-browser test-images soak accuracy bench-trainer bench-queue bench-api bench-fleet bench-dashboard bench-memory bench-variance bench-devices bench-data bench-durations bench-inference families serve check format migrate clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -60,6 +60,10 @@ test-executors: $(STAMP) ## Install Slurm (needs root) and Ray if they are missi
 	command -v slurmctld > /dev/null || { apt-get update && apt-get install --yes --no-install-recommends slurmctld slurmd slurm-client; } || true
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ray]'
 	$(BIN)/python -m pytest --slow tests/workers/executors tests/acceptance/test_executors.py
+
+test-object-storage: $(STAMP) ## Move jobs between machines that share only a database and an S3 server (about 15 minutes)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[s3]' 'moto[s3]' flask flask-cors
+	$(BIN)/python -m pytest --slow --postgresql tests/acceptance/test_object_storage.py
 
 test-gpu: $(STAMP) ## Run what needs an NVIDIA GPU: tests, and the acceptance test (10 minutes); else say so
 	PYTORCH_ALLOC_CONF=expandable_segments:True $(BIN)/python -m tests.gpu.acceptance

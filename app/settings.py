@@ -39,6 +39,11 @@ class Settings(BaseSettings):
     database_url: str | None = Field(
         None, description="SQLAlchemy URL; default: accrue.db in the data folder"
     )
+    object_storage: str | None = Field(
+        None,
+        description="Storage that all machines share instead of a data folder: s3://bucket/folder, or "
+        "another URL of fsspec's",
+    )
     models_dir: Path | None = Field(None, description="Local base models: a folder's name is a model's name")
     metric_programs_dir: Path | None = Field(
         None, description="Programs that score a model's completions: a file's name is a metric's name"
@@ -248,6 +253,23 @@ class Settings(BaseSettings):
             raise ValueError("needs the Redis client: pip install 'accrue[redis]'")
         return value
 
+    @field_validator("object_storage")
+    @classmethod
+    def _storage_can_be_used(cls, value: str | None) -> str | None:
+        if value:
+            from fsspec.registry import available_protocols, get_filesystem_class
+
+            protocol, separator, _ = value.partition("://")
+            try:
+                if not separator or protocol not in available_protocols():
+                    raise ValueError(
+                        "is not a URL such as s3://bucket/folder, gs://bucket or file:///mnt/shared"
+                    )
+                get_filesystem_class(protocol)
+            except ImportError as error:
+                raise ValueError(f"needs another package: {error}") from None
+        return value or None
+
     @field_validator("database_url")
     @classmethod
     def _url_is_understood(cls, value: str | None) -> str | None:
@@ -298,6 +320,11 @@ class Settings(BaseSettings):
     def launches_dir(self) -> Path:
         """What workers and the nodes of engines tell each other (workers/executors/shared_files.py)."""
         return self.data_dir.absolute() / "launches"
+
+    @property
+    def copies_dir(self) -> Path:
+        """Copies of what other machines have put into object storage; may be deleted at any time."""
+        return self.data_dir.absolute() / "copies"
 
     @property
     def built_in_models_dir(self) -> Path:

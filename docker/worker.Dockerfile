@@ -25,7 +25,7 @@ RUN torch="$(grep '^torch==' constraints.txt)" \
 COPY app app
 COPY workers workers
 COPY alembic alembic
-RUN pip install -c constraints.txt -e '.[postgresql,qlora,kernels]' && python -m compileall -q app workers alembic
+RUN pip install -c constraints.txt -e '.[postgresql,qlora,kernels,s3]' && python -m compileall -q app workers alembic
 
 USER 10001
 VOLUME /data

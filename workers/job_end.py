@@ -1,10 +1,14 @@
 """Decides what happens to a job whose trainer has ended."""
 
+import contextlib
+
 import structlog
 
 from app.contract.reports import Failure
 from app.jobs import lifecycle, queue
+from app.jobs.transitions import Fence, LostJob
 from app.settings import Settings
+from app.storage.database import Database
 from app.storage.session import Session
 from workers import job_measurements
 from workers.leases import Running
@@ -16,6 +20,8 @@ log = structlog.get_logger("accrue.worker")
 DEVICE_LOST = "device_lost"
 RETRY_SECONDS = {"disk_full": 60.0, DEVICE_LOST: 5.0}
 """The delay before a job is retried after its machine failed, by the failure's code."""
+_NOT_STORED_SECONDS = 60.0
+"""The delay before retrying a job whose files could not be put into object storage."""
 _EVICTED_SECONDS = 10.0
 """The delay before retrying a job whose engine took its devices away."""
 _IN_USE_SECONDS = 5.0
@@ -36,7 +42,10 @@ def end_job(
     failure = running.run.failure() or (DISK_FULL_FAILURE if status == DISK_FULL else None)
     log.info("trainer ended", job=fence.job_id, attempt=fence.attempt, status=status)
     job_measurements.store_run(session, running)
-    if outcome is not None:
+    upload_failed = running.upload.failed_because if running.upload is not None else None
+    if outcome is not None and upload_failed is not None:
+        queue.postpone(session, fence, upload_failed, _NOT_STORED_SECONDS)
+    elif outcome is not None:
         queue.succeed(session, fence, outcome.model_dump(mode="json"))
     elif running.timed_out:
         message = "The job ran longer than its timeout_seconds: resume it to continue from its checkpoint."
@@ -61,6 +70,12 @@ def end_job(
         queue.fail(session, fence, failure)
     else:
         queue.crash(session, fence, failure or failure_of(status, running.run.trainer_log))
+
+
+def end_attempt(database: Database, fence: Fence, failure: Failure) -> None:
+    """Ends an attempt by a failure, unless the job is another worker's by now."""
+    with contextlib.suppress(LostJob), database.writing() as session:
+        (queue.fail if failure.permanent else queue.crash)(session, fence, failure)
 
 
 def _is_machine_failure(running: Running, failure: Failure) -> bool:

@@ -4,7 +4,7 @@ import errno
 import os
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import structlog
@@ -19,7 +19,6 @@ from app.devices import gpus
 from app.jobs import events, queue, transitions
 from app.jobs.transitions import Fence
 from app.memory_profiles import profiles
-from app.models import base_models
 from app.planning.devices import Device, common_name
 from app.planning.memory import bytes_on_disk, checkpoint_bytes
 from app.planning.plan import make_plan, sample_length_of
@@ -27,10 +26,12 @@ from app.planning.planner import PlannerEvidence, recipe_of_rank
 from app.planning.recipes import recipe_of
 from app.settings import Settings
 from app.storage.database import Database
+from app.storage.objects import ObjectStorage
 from app.storage.session import Session
 from app.storage.tables import Job
 from workers.executors.protocol import Executor, Launch
 from workers.executors.remote_trainer import RemoteTrainer, Terms, handle_of
+from workers.fetched_run import FetchingTrainer, Inputs, fetch_run, find_inputs
 from workers.leases import Running, Trainer
 from workers.run_directory import RunDirectory
 from workers.trainer_process import TrainerProcess
@@ -51,8 +52,46 @@ class Launcher:
     executor: Executor | None = None
     """The engine that runs the trainers; None: they run on this machine."""
 
+    def fetch(
+        self,
+        job: Job,
+        fence: Fence,
+        devices: tuple[Device, ...],
+        claimed_at: float,
+        locks: list[int],
+        storage: ObjectStorage,
+    ) -> Running:
+        """Fetches what the job needs from object storage, in a thread. Once its trainer has `inputs`, they
+        can be given to `launch`.
+
+        Args:
+            claimed_at, locks: as in `launch`.
+        """
+        spec = Spec.model_validate(job.spec)
+
+        def fetch(is_cancelled: Callable[[], bool]) -> Inputs:
+            fetch_run(self.settings, storage, fence, is_cancelled)
+            return find_inputs(spec, self.settings)
+
+        return Running(
+            fence,
+            devices,
+            FetchingTrainer(fetch, locks),
+            RunDirectory(self.settings.runs_dir / fence.job_id),
+            claimed_at + self.settings.lease_seconds,
+            timeout_at=None,
+            grace_seconds=0.0,
+            requested_devices=job.device_count,
+        )
+
     def launch(
-        self, job: Job, fence: Fence, devices: tuple[Device, ...], claimed_at: float, locks: list[int]
+        self,
+        job: Job,
+        fence: Fence,
+        devices: tuple[Device, ...],
+        claimed_at: float,
+        locks: list[int],
+        inputs: Inputs | None = None,
     ) -> Running:
         """Plans for the devices, writes the run directory and starts the trainer in it.
 
@@ -61,6 +100,7 @@ class Launcher:
         Args:
             claimed_at: when the lease began, on the monotonic clock.
             locks: descriptors of the devices' locks, which the trainer inherits.
+            inputs: what was fetched from object storage; None: nothing is.
 
         Raises:
             LostJob: the job belongs to another worker by now.
@@ -74,15 +114,16 @@ class Launcher:
         resumed = self._resumed_plan(spec, earlier, devices)
         plan = resumed or self._new_plan(spec, devices)
         programs = metric_programs(self.settings.metric_programs_dir)
+        found = inputs or find_inputs(spec, self.settings)
         assignment = Assignment(
             job_id=job.id,
             attempt=job.attempt,
             spec=spec,
             plan=plan,
-            data_file=str(self.settings.files_dir / spec.data.file_id),
-            validation_file=self._validation_file(spec),
-            model_path=base_models.path_of(spec.model, self.settings),
-            layer_paths=base_models.layer_paths(spec.model, self.settings),
+            data_file=found.data_file,
+            validation_file=found.validation_file,
+            model_path=found.model_path,
+            layer_paths=found.layer_paths,
             metrics={name: path for name, path in programs.items() if name in spec.metrics},
         )
         with self.database.writing() as session:
@@ -97,6 +138,9 @@ class Launcher:
         run = RunDirectory(self.settings.runs_dir / fence.job_id)
         run.check_entries()
         run.write_assignment(assignment)
+        if inputs is not None:
+            with self.database.reading() as session:
+                run.continue_events_after(events.last_line(session, job.id))
         run.end_cooling_down()  # a request of an earlier attempt
         if job.requested == "stop":
             run.request_finish()
@@ -175,12 +219,6 @@ class Launcher:
             return None
         with self.database.reading() as session:
             return time.monotonic() + spec.timeout_seconds - queue.seconds_run(session, fence)
-
-    def _validation_file(self, spec: Spec) -> str | None:
-        validation = spec.data.validation
-        if validation is None or validation.file_id is None:
-            return None
-        return str(self.settings.files_dir / validation.file_id)
 
 
 def _sample_length(session: Session, spec: Spec, devices: Sequence[Device], known: PlannerEvidence) -> int:

@@ -27,6 +27,7 @@ from app.storage.database import Database
 from app.storage.tables import Worker
 from workers.ingest import Position
 from workers.run_directory import RunDirectory
+from workers.run_upload import RunUpload
 
 log = structlog.get_logger("accrue.worker")
 
@@ -117,6 +118,8 @@ class Running:
     checked yet."""
     lost: bool = False
     """Whether the job may belong to another worker now; the supervisor then kills the trainer."""
+    upload: RunUpload | None = None
+    """Puts the run directory into object storage; None: it stays on this machine."""
     waited_until: float | None = None
     """Until when the trainer waited in its engine's queue, if its start is not noted yet; otherwise None."""
 

@@ -342,6 +342,13 @@ class RunDirectory:
                     found.append(kind.model_validate_json(line))
         return found
 
+    def continue_events_after(self, line: int) -> None:
+        """Makes the next event's line start after that offset: lines at earlier offsets count as stored, even
+        if another machine's trainer has written them, and this directory lacks them."""
+        with append_plain(self.events) as file:
+            size = os.fstat(file.fileno()).st_size
+            file.write(b"\n" * max(0, line + 1 - size))
+
     def has_reported(self, checkpoint: str) -> bool:
         """Whether an event of any attempt names a checkpoint."""
         name = f'"name":"{checkpoint}"'.encode()

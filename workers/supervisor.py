@@ -27,20 +27,20 @@ from app.jobs.transitions import Fence, LostJob
 from app.planning.devices import Device
 from app.settings import Settings
 from app.storage.database import Database, is_unavailable
-from app.storage.disk import is_full
 from app.storage.ids import new_id
 from app.storage.session import Session
 from workers import helper_process, job_measurements, temperature
 from workers.device_locks import DeviceLocks
 from workers.executors.protocol import Executor
+from workers.fetched_run import FetchingTrainer
 from workers.helper_process import HelperProcess
 from workers.ingest import Position, ingest
-from workers.job_end import DEVICE_LOST, RETRY_SECONDS, end_job
-from workers.launch import Launcher, why_not_started
+from workers.job_end import DEVICE_LOST, end_attempt, end_job
+from workers.job_start import JobStart
+from workers.launch import Launcher
 from workers.leases import DELETE_WORKER_AFTER_SECONDS, LeaseKeeper, Running
 from workers.making_way import MakingWay
 from workers.offers import Offered, Offers, chosen_devices, device_ids
-from workers.run_directory import DISK_FULL_FAILURE, DamagedRunDirectory
 from workers.slots import Slots, labels_of
 from workers.temperature import Heat
 
@@ -82,7 +82,8 @@ class Supervisor:
         self.locks = DeviceLocks(self.settings)
         self.offers = Offers(self.settings)
         self.making_way = MakingWay(self.settings, self.database, self.id)
-        self.launcher = Launcher(self.settings, self.database, self.executor)
+        launcher = Launcher(self.settings, self.database, self.executor)
+        self.start = JobStart(self.settings, self.database, launcher)
         self.leases = LeaseKeeper(
             self.settings, self.id, lambda: list(self.running), self.slots.available, self.labels
         )
@@ -319,24 +320,12 @@ class Supervisor:
         chosen = chosen_devices(job, offered)[: None if self.settings.trainer_network else 1]
         locks = {device: free.pop(device) for device in chosen}
         try:
-            self.running.append(
-                self.launcher.launch(job, fence, tuple(locks), claimed_at, list(locks.values()))
-            )
-        except LostJob:
-            log.warning("lost the job before its start", job=job.id)
-        except Exception as error:
-            log.exception("the trainer could not be started", job=job.id)
-            transient = _transient_reason(error)
-            if transient is not None:
-                with contextlib.suppress(LostJob), self.database.writing() as session:
-                    queue.postpone(session, fence, transient, RETRY_SECONDS["disk_full"])
-                return True
-            permanent = isinstance(error, DamagedRunDirectory)
-            failure = Failure(code="not_started", message=why_not_started(error), permanent=permanent)
-            self._end_attempt(fence, failure)
+            running = self.start.begin(job, fence, tuple(locks), claimed_at, list(locks.values()))
         finally:
             for lock in locks.values():
                 os.close(lock)  # the trainer has inherited it, if one was started
+        if running is not None:
+            self.running.append(running)
         return True
 
     def _claim_first(self, offers: Iterable[Offered]) -> tuple[Fence | None, list[Device]]:
@@ -362,6 +351,14 @@ class Supervisor:
         if running.broken is not None:
             self._end_broken(running, status)
             return
+        if isinstance(running.trainer, FetchingTrainer):
+            successor = self.start.go_on(running, running.trainer)
+            if successor is not running:
+                self.running += [] if successor is None else [successor]
+                self._release(running)
+            return
+        if status is not None and running.upload is not None and not self.hurried:
+            status = status if running.upload.finish() else None
         if status is not None:
             self._check_device(running)
         if running.waited_until is not None and not running.trainer.is_waiting:
@@ -378,6 +375,8 @@ class Supervisor:
             with self.database.writing() as session:
                 position = self._ingest(session, running, status)
                 fail_point("supervisor.ingested")
+                if running.upload is not None and position.checkpoint_step > running.position.checkpoint_step:
+                    running.upload.request()
                 if position.tuning is not None and position.tuning != running.position.tuning:
                     job_measurements.store_tuning(session, running, position.tuning)
                 if status is not None and position.caught_up:
@@ -405,7 +404,7 @@ class Supervisor:
         if status is None or running.broken is None:
             return
         try:
-            self._end_attempt(running.fence, running.broken)
+            end_attempt(self.database, running.fence, running.broken)
         except DBAPIError as error:
             if is_unavailable(error):
                 raise
@@ -421,10 +420,6 @@ class Supervisor:
             if failed is not None:
                 self.slots.set_aside(failed, failure.message)
 
-    def _end_attempt(self, fence: Fence, failure: Failure) -> None:
-        with contextlib.suppress(LostJob), self.database.writing() as session:
-            (queue.fail if failure.permanent else queue.crash)(session, fence, failure)
-
     def _interrupt(self, running: Running, why: str) -> None:
         if not running.interrupted_because:
             running.interrupted_because = why
@@ -436,6 +431,8 @@ class Supervisor:
         """Kills the trainer of a job that belongs to another worker, or soon will."""
         log.warning("lost the job", job=running.fence.job_id, attempt=running.fence.attempt)
         running.trainer.kill()
+        if running.upload is not None:
+            running.upload.cancel()
         self.running.remove(running)
         self.leaving.append(running)
         self._reap_killed()
@@ -447,6 +444,8 @@ class Supervisor:
 
     def _release(self, running: Running) -> None:
         running.trainer.close()
+        if running.upload is not None:
+            running.upload.cancel()
         self.running.remove(running)
 
     @contextlib.contextmanager
@@ -473,13 +472,3 @@ class Supervisor:
                 message = f"{type(error).__name__} in the worker: see the worker's log"
                 running.broken = Failure(code="worker_error", message=message, permanent=False)
                 running.trainer.kill()
-
-
-def _transient_reason(error: Exception) -> str | None:
-    """Why a job could not be started now, for a reason that is not the job's and may pass; None if it may
-    not."""
-    if is_full(error):
-        return DISK_FULL_FAILURE.message
-    if isinstance(error, DBAPIError) and is_unavailable(error):
-        return "the database could not be used when the job was to start"
-    return None

@@ -23,6 +23,7 @@ from app.maintenance.retention import delete_file
 from app.models.trained_models import RESULT_FILE, job_of_result_file, result_file_of
 from app.results.csv_export import csv_bytes, csv_of_job, csv_response
 from app.settings import Settings
+from app.storage import copies
 from app.storage.database import Database
 from app.storage.session import Session
 from app.storage.tables import File, Job
@@ -127,10 +128,11 @@ def _stored(
         checked = store_upload(content, path, settings, name, how)
         duplicate_id = files.find_duplicate(database, path, checked)
         idempotency = idempotency.with_content(f"{name} {checked.sha256}")
+        copies.store_file(settings, path)
         with database.writing() as session:
             replayed = idempotency.replay(session)
             if replayed is not None:
-                path.unlink()  # a repeated request: the file is already stored under the replayed id
+                files.discard(settings, path)  # a repeated request: the file is stored under another id
                 return replayed
             row = files.add(
                 session, path, checked, filename=name, purpose=purpose, duplicate_id=duplicate_id,
@@ -220,7 +222,7 @@ def content(
         return csv_response(csv_of_job(database, ended.id), ended.id, stream)
     assert file is not None
     try:
-        stored = (settings.files_dir / file.id).open("rb")  # closed once it is sent
+        stored = copies.path_of_file(settings, file.id).open("rb")  # closed once it is sent
     except FileNotFoundError:
         message = f"The content of file {file_id} is no longer in the data folder."
         raise NotFound(message) from None

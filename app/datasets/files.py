@@ -14,7 +14,7 @@ from sqlalchemy.exc import DBAPIError
 from app.datasets import content
 from app.errors import Conflict, NotFound, QuotaExceeded
 from app.settings import Settings
-from app.storage import pending
+from app.storage import copies, pending
 from app.storage.compiled import Prepared
 from app.storage.database import Database, database_now, lock_until_commit
 from app.storage.ids import new_id
@@ -41,10 +41,16 @@ def incoming(settings: Settings) -> Iterator[Path]:
         yield path
     except BaseException as error:
         if not (isinstance(error, DBAPIError) and error.connection_invalidated):
-            path.unlink(missing_ok=True)
+            discard(settings, path)
             pending.settle(path)
         raise
     pending.settle(path)
+
+
+def discard(settings: Settings, path: Path) -> None:
+    """Deletes a new file that gets no row."""
+    if path.exists():
+        copies.remove_file(settings, path.name)
 
 
 def add(

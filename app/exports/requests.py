@@ -15,8 +15,8 @@ from app.contract.text import storable, storable_values
 from app.devices import live_workers
 from app.errors import Conflict
 from app.settings import Settings
+from app.storage import copies
 from app.storage.database import database_now
-from app.storage.disk import remove_tree
 from app.storage.ids import new_id
 from app.storage.session import OF_EVERYONE, Session
 from app.storage.tables import Export
@@ -84,7 +84,7 @@ def find(session: Session, job_id: str, export_id: str) -> Export | None:
 def remove(session: Session, settings: Settings, export: Export) -> None:
     """Deletes an export; a process that is making it notices when it next renews its claim."""
     session.delete(export)
-    remove_tree(settings.runs_dir, export.job_id, "exports", export.id)
+    copies.remove_export(settings, export.job_id, export.id)
 
 
 def _is_free() -> ColumnElement[bool]:

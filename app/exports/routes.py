@@ -23,6 +23,7 @@ from app.jobs import transitions
 from app.jobs.responses import PREFIX
 from app.models import starting_models, trained_models
 from app.results import run_files
+from app.storage import copies
 from app.storage.session import Session
 from app.storage.tables import Export
 from app.web.database_sessions import SessionRoute
@@ -150,9 +151,8 @@ def files(
     named = [each.name for each in ExportResult.model_validate(export.result).files]
     if len(named) > run_files.MAX_MODEL_FILES:
         raise Conflict(f"The export {export_id} has too many files to be downloaded as one.")
-    found = run_files.open_files(
-        settings, (training_id, "exports", export_id, str(export.attempts), FILES), named
-    )
+    folder = copies.path_of_export(settings, training_id, export_id, export.attempts)
+    found = run_files.open_files(folder, (FILES,), named)
     if found is None:
         raise NotFound(f"The files of the export {export_id} are no longer in the data folder.")
     return run_files.tar_response(found, export_id, stream)

@@ -76,6 +76,13 @@ def is_recorded(session: Session, job_id: str, kind: str, *, times: int) -> bool
     return session.scalar(own.offset(times - 1).limit(1)) is not None
 
 
+def last_line(session: Session, job_id: str) -> int:
+    """The offset of the last line of the job's events.jsonl that is stored; -1 if none is."""
+    lines = select(func.max(JobEvent.line)).where(JobEvent.job_id == job_id)
+    found: int | None = session.scalar(lines)
+    return -1 if found is None else found
+
+
 def record_event_without_webhook(
     session: Session,
     job_id: str,

@@ -15,7 +15,7 @@ import structlog
 
 from app.errors import BadSetting
 from app.settings import Settings
-from app.storage import pending
+from app.storage import copies, pending
 from app.storage.database import Database
 from app.storage.disk import remove_tree
 from app.storage.tables import File, Job
@@ -83,11 +83,12 @@ def clean(database: Database, settings: Settings) -> int:
     are not counted. No upload may be running.
     """
     removed = 0
-    for folder, table in ((settings.files_dir, File), (settings.runs_dir, Job)):
+    kinds = ((settings.files_dir, File, copies.remove_file), (settings.runs_dir, Job, copies.remove_run))
+    for folder, table, remove in kinds:
         for name in pending.marked(folder):
             with database.reading() as session:
                 is_named = session.get(table, name) is not None
-            if not is_named and not _remove(folder / name):
+            if not is_named and not remove(settings, name):
                 log.warning("cannot be deleted", path=str(folder / name))
                 continue
             removed += not is_named

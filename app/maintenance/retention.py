@@ -12,9 +12,8 @@ from app.contract.states import ENDED
 from app.datasets import files
 from app.errors import AccrueError, ReplacedDatabase
 from app.jobs import lifecycle, parent_jobs
-from app.results.run_files import remove_run
 from app.settings import Settings
-from app.storage import pending
+from app.storage import copies, pending
 from app.storage.database import Database, database_now, is_unavailable
 from app.storage.tables import DeletedJob, File, Job
 
@@ -41,11 +40,10 @@ def delete_job(database: Database, settings: Settings, job_id: str) -> None:
         going += [] if file_id is None else [settings.files_dir / file_id]
         for path in going:
             pending.mark(path)
-    is_gone = remove_run(settings, job_id)
+    if copies.remove_run(settings, job_id):
+        pending.settle(going[0])  # otherwise the next start of the service tries again
     if file_id is not None:
-        (settings.files_dir / file_id).unlink(missing_ok=True)
-    for path in going if is_gone else going[1:]:  # otherwise the next start of the service tries again
-        pending.settle(path)
+        _remove_content(settings, file_id)
 
 
 def delete_remaining_steps(database: Database, ended: threading.Event) -> None:
@@ -71,8 +69,14 @@ def delete_file(database: Database, settings: Settings, file_id: str) -> None:
     with database.writing() as session:
         files.remove(session, file_id)
         pending.mark(settings.files_dir / file_id)
-    (settings.files_dir / file_id).unlink(missing_ok=True)
-    pending.settle(settings.files_dir / file_id)
+    _remove_content(settings, file_id)
+
+
+def _remove_content(settings: Settings, file_id: str) -> None:
+    """Deletes the content of a file whose row is gone. If the object storage cannot be used, the next start
+    of the service tries again."""
+    if copies.remove_file(settings, file_id):
+        pending.settle(settings.files_dir / file_id)
 
 
 def delete_expired(database: Database, settings: Settings, days: float) -> int:

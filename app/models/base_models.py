@@ -20,6 +20,7 @@ from app.models.hub import LARGEST_CONFIG_BYTES
 from app.planning import architectures, catalogue
 from app.planning.architectures import UnknownArchitecture
 from app.settings import Settings
+from app.storage import copies
 
 Source = Literal["built_in", "local", "hub"]
 KnownFrom = Literal["built_in", "local", "catalogue"]
@@ -103,22 +104,29 @@ def path_of(model: ModelReference, settings: Settings) -> str:
 
     Raises:
         ValueError: the model is local, and ACCRUE_MODELS_DIR is not set for this process.
+        Unavailable: the object storage that has a job's model cannot be used.
     """
     if model.source == "built_in":
         return str(settings.built_in_models_dir / model.base_name)
     if model.source == "hub":
         return split_revision(model.base_name)[0]
     if model.source == "job":
-        return str((settings.runs_dir / str(model.job_id) / "model").absolute())
+        return str(copies.path_of_run(settings, str(model.job_id), "model") / "model")
     if settings.models_dir is None:
         raise ValueError("ACCRUE_MODELS_DIR is not set for the worker")
     return str(settings.models_dir.absolute() / model.base_name)
 
 
 def layer_paths(model: ModelReference, settings: Settings) -> tuple[str, ...]:
-    """The folders of a model's layers."""
-    runs = settings.runs_dir.absolute()
-    return tuple(str(runs / layer.job_id / layer.folder) for layer in model.layers)
+    """The folders of a model's layers.
+
+    Raises:
+        Unavailable: the object storage that has them cannot be used.
+    """
+    return tuple(
+        str(copies.path_of_run(settings, layer.job_id, *layer.folder.split("/")) / layer.folder)
+        for layer in model.layers
+    )
 
 
 def read_folder(name: str, folder: Path) -> PlannableModel:

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 from sqlalchemy import select
 
-from app.results.run_files import checkpoint_names
 from app.results.series import Evaluation, evaluations
 from app.settings import Settings
+from app.storage.copies import checkpoint_names
 from app.storage.session import Session
 from app.storage.tables import Job, JobEvent, StepMetric
 

@@ -16,6 +16,7 @@ from app.contract.plain_files import folder as open_folder
 from app.contract.plain_files import open_plain, plain_files, read_plain
 from app.contract.reports import Completions, Operators
 from app.settings import Settings
+from app.storage import copies
 from app.storage.disk import remove_tree
 
 log = structlog.get_logger("accrue.service")
@@ -27,19 +28,12 @@ _REPLICA = re.compile(r"replica-\d+")
 
 
 def model_dir(settings: Settings, job_id: str) -> Path:
-    return settings.runs_dir / job_id / "model"
+    """The folder of a job's model.
 
-
-def checkpoint_names(settings: Settings, job_id: str) -> set[str]:
-    """The checkpoints that a job's run directory holds."""
-    return {path.name for path in (settings.runs_dir / job_id / "checkpoints").glob("step-*")}
-
-
-def remove_run(settings: Settings, job_id: str) -> bool:
-    """Deletes the run directory of a deleted job, and its launches in engines. Returns whether the run
-    directory is completely gone."""
-    remove_tree(settings.launches_dir, job_id)
-    return remove_tree(settings.runs_dir, job_id)
+    Raises:
+        Unavailable: the object storage that has it cannot be used.
+    """
+    return copies.path_of_run(settings, job_id, "model") / "model"
 
 
 def remove_models(settings: Settings, job_id: str) -> None:
@@ -75,7 +69,7 @@ def operators(settings: Settings, job_id: str) -> Operators | None:
 def profile_files(settings: Settings, job_id: str) -> list[str]:
     """The names of the downloadable profile files that exist."""
     with suppress(OSError):
-        there = plain_files(settings.runs_dir, job_id, "profile")
+        there = plain_files(copies.path_of_run(settings, job_id, "profile"), "profile")
         return [name for name in PROFILE_FILES if name in there]
     return []
 
@@ -85,7 +79,7 @@ def profile_file(settings: Settings, job_id: str, name: str) -> BinaryIO | None:
     if name not in profile_files(settings, job_id):
         return None
     with suppress(OSError):
-        return open_plain(settings.runs_dir, job_id, "profile", name)
+        return open_plain(copies.path_of_run(settings, job_id, "profile"), "profile", name)
     return None
 
 
@@ -106,26 +100,21 @@ def model_files(
         named: the names in the job's result; other files of the folder are not opened.
         replica: the independent replica whose model it is; None for the job's own.
     """
-    return open_files(
-        settings, (job_id, "model") if replica is None else (job_id, f"replica-{replica}", "model"), named
-    )
+    parts = ("model",) if replica is None else (f"replica-{replica}", "model")
+    return open_files(copies.path_of_run(settings, job_id, *parts), parts, named)
 
 
-def open_files(
-    settings: Settings, folder: Sequence[str], named: Collection[str]
-) -> dict[str, BinaryIO] | None:
-    """Like `model_files`, for any folder below the run directories.
+def open_files(root: Path, folder: Sequence[str], named: Collection[str]) -> dict[str, BinaryIO] | None:
+    """Like `model_files`, for any folder below a root.
 
     Args:
-        folder: its path, part by part.
+        folder: its path below the root, part by part.
     """
     with ExitStack() as opened:
         try:
-            there = plain_files(settings.runs_dir, *folder)
+            there = plain_files(root, *folder)
             names = [name for name in there if name in named][:MAX_MODEL_FILES]
-            files = {
-                name: opened.enter_context(open_plain(settings.runs_dir, *folder, name)) for name in names
-            }
+            files = {name: opened.enter_context(open_plain(root, *folder, name)) for name in names}
         except OSError:  # deleted at this moment, or not plain
             return None
         opened.pop_all()
@@ -186,7 +175,8 @@ def tar_response(files: Mapping[str, BinaryIO], name: str, stream: Callable[...,
 def _read(settings: Settings, kind: type[Content], job_id: str, *parts: str) -> Content | None:
     """The parsed content of a run's file, or None if the file is missing or invalid."""
     try:
-        content = read_plain(settings.runs_dir, job_id, *parts, max_bytes=_MAX_JSON_BYTES)
+        root = copies.path_of_run(settings, job_id, *parts)
+        content = read_plain(root, *parts, max_bytes=_MAX_JSON_BYTES)
         return None if content is None else kind.model_validate_json(content)
     except (OSError, ValidationError) as error:
         log.warning("a file of a run cannot be read", job=job_id, file=parts[-1], error=type(error).__name__)

@@ -63,9 +63,10 @@ class AdmittedRequest:
 
 
 def is_slow(model_name: str, dataset: DatasetConfig | None, settings: Settings) -> bool:
-    """Whether checking a request may take long: it has its own data, or its model may be on the hub."""
+    """Whether checking a request may take long: it has its own data, its model may be on the hub, or files
+    may have to be fetched from object storage."""
     brings = dataset is not None and dataset.file_id is None
-    return brings or not base_models.is_local(model_name, settings)
+    return brings or settings.object_storage is not None or not base_models.is_local(model_name, settings)
 
 
 def check(

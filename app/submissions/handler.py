@@ -20,6 +20,7 @@ from app.jobs import lifecycle, parent_jobs
 from app.jobs.lifecycle import Submission
 from app.planning.inputs import PlanningInputs
 from app.settings import Settings
+from app.storage import copies
 from app.storage.database import Database
 from app.storage.group_commit import GroupCommit
 from app.storage.session import Session
@@ -97,10 +98,12 @@ class SubmissionHandler(ABC):
         with files.incoming(self.settings) as path:
             stored = _store_data(checked[0], path, self.settings)
             duplicate_id = None if stored is None else files.find_duplicate(database, path, stored)
+            if stored is not None:
+                copies.store_file(self.settings, path)
             with database.writing() as session:
                 replayed = self._idempotency.replay(session)
                 if replayed is not None:
-                    path.unlink(missing_ok=True)  # the job stored first has its own file
+                    files.discard(self.settings, path)  # the job stored first has its own file
                     return replayed
                 self.check_in_transaction(session)
                 submissions = [each.submission for each in checked]

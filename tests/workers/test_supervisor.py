@@ -25,6 +25,7 @@ from tests.harness.runs import small_data, until, write_texts
 from tests.harness.specs import make_spec
 from tests.harness.submissions import submitted
 from workers import temperature
+from workers.job_start import JobStart
 from workers.launch import Launcher
 from workers.slots import Slots
 from workers.supervisor import Supervisor
@@ -192,7 +193,7 @@ def test_an_interrupted_trainer_gets_the_time_that_its_checkpoint_takes(
 ) -> None:
     """The checkpoint takes a second to write, which is longer than the grace of a small one."""
     hasty = supervisor.settings.model_copy(update={"stop_grace_seconds": 0.1})
-    supervisor.launcher = Launcher(hasty, database)
+    supervisor.start = JobStart(hasty, database, Launcher(hasty, database))
     write = 'trap \'sleep 1; touch "$1/written"; exit 75\' TERM; touch "$1/ready"; '
     stand_in(supervisor, monkeypatch, write + "while true; do sleep 0.1; done")
     endless(settings, database)

@@ -7,6 +7,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,17 +16,19 @@ from pydantic import ValidationError
 from sqlalchemy.exc import OperationalError
 
 from app import PACKAGE_PREFIX, PACKAGES_FOLDER
-from app.contract.export import ExportOrder, ExportResult
-from app.contract.plain_files import read_plain
-from app.errors import ReplacedDatabase
+from app.contract.export import FILES, ExportOrder, ExportResult
+from app.contract.plain_files import open_plain, plain_files, read_plain
+from app.errors import ReplacedDatabase, Unavailable
 from app.exports import requests
 from app.exports.requests import Claimed
 from app.logs import configure
 from app.models import base_models
 from app.settings import Settings, get_settings
+from app.storage import copies
 from app.storage.database import Database
 from app.storage.disk import remove_tree
 from app.storage.ids import new_id
+from app.storage.objects import Manifest, object_storage
 from workers.children import children_of, wait_until_gone
 from workers.exports.protocol import RESULT, ExportTask
 from workers.run_directory import TOKEN_VARIABLE
@@ -90,6 +93,8 @@ def _make(
     else:
         try:
             result = _in_child(claimed, process, folder, settings, database, stopped)
+        except Unavailable as error:
+            result = ExportResult(error=error.message)
         except OSError as error:
             result = ExportResult(error=f"the export cannot be written: {error.strerror or 'system error'}")
     kept = False
@@ -120,7 +125,8 @@ def _in_child(
     try:
         path = base_models.path_of(order.model, settings)
         layer_paths = base_models.layer_paths(order.model, settings)
-    except ValueError as error:
+        data_file = copies.path_of_file(settings, order.data_file).resolve()
+    except (ValueError, Unavailable) as error:
         return ExportResult(error=str(error))
     remove_tree(folder)
     folder.mkdir(parents=True)
@@ -134,7 +140,7 @@ def _in_child(
             order=order,
             path=path,
             layer_paths=layer_paths,
-            data=str(settings.files_dir.resolve() / order.data_file),
+            data=str(data_file),
             folder=str(folder.resolve()),
             temporary=temporary,
             hidden=str(settings.data_dir.resolve()) if settings.trainer_isolation else None,
@@ -142,16 +148,43 @@ def _in_child(
         )
         child = _started(task, settings)
         try:
-            if not _awaited(child, claimed, process, database, stopped):
+            if not _awaited(lambda: child.poll() is not None, claimed, process, database, stopped):
                 return None
             if child.poll() is None:
                 return ExportResult(error=_TOO_SLOW)
-            return _result(Path(temporary)) or ExportResult(error=_CRASHED)
+            result = _result(Path(temporary)) or ExportResult(error=_CRASHED)
+            if result.error is None:
+                with ThreadPoolExecutor(1) as threads:
+                    storing = threads.submit(_store, claimed, folder, settings)
+                    if not _awaited(storing.done, claimed, process, database, stopped):
+                        return None
+                    storing.result()
+            return result
         finally:
             inner = children_of(child.pid)
             child.kill()
             child.wait()
             wait_until_gone(inner, _ENDS_WITHIN_SECONDS)
+
+
+def _store(claimed: Claimed, folder: Path, settings: Settings) -> None:
+    """Puts an export's files into object storage, if there is one.
+
+    Raises:
+        Unavailable: the storage cannot be used.
+        OSError: a file cannot be read.
+    """
+    storage = object_storage(settings)
+    if storage is None:
+        return
+    stored = copies.stored_export(storage, claimed.job_id, claimed.id)
+    files = {}
+    for name in plain_files(folder, FILES):
+        with open_plain(folder, FILES, name) as file:
+            files[f"{FILES}/{name}"] = stored.store(claimed.attempts, 1, f"{FILES}/{name}", file)
+    manifest = Manifest(attempt=claimed.attempts, number=1, files=files)
+    stored.publish(manifest)
+    stored.delete_before(manifest)
 
 
 def _remove_other_attempts(folder: Path) -> None:
@@ -183,17 +216,17 @@ def _started(task: ExportTask, settings: Settings) -> "subprocess.Popen[bytes]":
 
 
 def _awaited(
-    child: "subprocess.Popen[bytes]",
+    is_done: Callable[[], bool],
     claimed: Claimed,
     process: str,
     database: Database,
     stopped: Callable[[], bool],
 ) -> bool:
-    """Waits for the child, at most `_MOST_SECONDS`, and renews the claim. Returns False if the export is not
-    wanted any more, or if this process has to stop."""
+    """Waits until something is done, at most `_MOST_SECONDS`, and renews the claim. Returns False if the
+    export is not wanted any more, or if this process has to stop."""
     until = time.monotonic() + _MOST_SECONDS
     renewed = time.monotonic()
-    while child.poll() is None and time.monotonic() < until:
+    while not is_done() and time.monotonic() < until:
         if stopped():
             with database.writing() as session:
                 requests.release(session, process, claimed.id)

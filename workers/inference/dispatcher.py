@@ -14,7 +14,7 @@ from sqlalchemy.exc import OperationalError
 
 from app.contract.inference import AnswerPart, InferenceError, InferenceOrder
 from app.contract.model_reference import ModelReference
-from app.errors import ReplacedDatabase
+from app.errors import ReplacedDatabase, Unavailable
 from app.inference import requests
 from app.inference.requests import Claimed
 from app.models import base_models
@@ -190,6 +190,8 @@ class Dispatcher:
                     self._send(engine, request)
             except DoesNotFit as error:
                 self._fail(request, unavailable(f"{error}.").error)
+            except Unavailable as error:
+                self._fail(request, unavailable(error.message).error)
             except ValueError as error:
                 self._fail(request, refused(f"{error}.", field="model").error)
             except OSError as error:
@@ -202,6 +204,7 @@ class Dispatcher:
         Raises:
             DoesNotFit: no device has enough memory for the model.
             ValueError: the worker cannot find the model's files.
+            Unavailable: the object storage that has them cannot be used.
             OSError: the process cannot be started.
         """
         model = self._model_of(request.order)
@@ -225,7 +228,7 @@ class Dispatcher:
                 return None
         try:
             return self._start(key, model, place)
-        except (ValueError, OSError):
+        except (ValueError, OSError, Unavailable):
             place.leave()
             raise
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from app.contract.model_reference import ModelReference
 from app.devices import gpus
+from app.errors import Unavailable
 from app.models import base_models
 from app.planning.devices import Device
 from app.settings import Settings
@@ -111,7 +112,7 @@ def weight_bytes(model: ModelReference, settings: Settings) -> int:
     try:
         folder = Path(base_models.path_of(model, settings))
         found = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    except (ValueError, OSError):
+    except (ValueError, OSError, Unavailable):
         found = 0
     return found or _BYTES_PER_PARAMETER * model.architecture.parameters
 

@@ -19,8 +19,10 @@ from app import PACKAGE_PREFIX
 from app.contract.plain_files import create_plain, read_plain
 from app.contract.preview import DatasetPreview, PreviewSpec
 from app.datasets import previews
+from app.errors import Unavailable
 from app.models import base_models
 from app.settings import Settings
+from app.storage import copies
 from app.storage.database import Database, is_unavailable
 from app.storage.disk import remove_tree
 from workers.children import children_of, wait_until_gone
@@ -85,11 +87,11 @@ def _make_in_child(order: PreviewSpec, settings: Settings) -> tuple[DatasetPrevi
     """
     try:
         model = base_models.path_of(order.model, settings)
-    except ValueError as error:
+        data = copies.path_of_file(settings, order.data.file_id).resolve()
+    except (ValueError, Unavailable) as error:
         return None, str(error)
     with _temporary_folder() as folder:
         hidden = settings.data_dir.resolve() if settings.trainer_isolation else None
-        data = settings.files_dir.resolve() / order.data.file_id
         child = _children().Process(
             target=_child_main, args=(_make_preview, order, model, data, Path(folder), hidden), daemon=True
         )

@@ -1,0 +1,186 @@
+"""Files that other machines may have stored: where this machine finds them, fetched first if need be.
+
+Without ACCRUE_OBJECT_STORAGE, all of them are in the data folder. With it, a run directory of this machine is
+used only if no later attempt of the job, on another machine, has stored its own; otherwise a copy is made in
+the folder `copies`, which may be deleted at any time.
+"""
+
+import contextlib
+import fcntl
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from app.contract.plain_files import read_plain
+from app.errors import Unavailable
+from app.settings import Settings
+from app.storage.disk import remove_tree
+from app.storage.objects import Damaged, Manifest, ObjectStorage, StoredFolder, object_storage
+
+_CONTENT = "content"
+"""The name of a file's content, in its folder in object storage."""
+
+
+def stored_run(storage: ObjectStorage, job_id: str) -> StoredFolder:
+    """A job's run directory in object storage."""
+    return StoredFolder(storage, f"runs/{job_id}")
+
+
+def stored_export(storage: ObjectStorage, job_id: str, export_id: str) -> StoredFolder:
+    """An export's files in object storage."""
+    return StoredFolder(storage, f"exports/{job_id}/{export_id}")
+
+
+def _stored_file(storage: ObjectStorage, file_id: str) -> StoredFolder:
+    return StoredFolder(storage, f"files/{file_id}")
+
+
+def store_file(settings: Settings, path: Path) -> None:
+    """Puts a new training file, whose name is its id, into object storage, if there is one.
+
+    Raises:
+        Unavailable: the storage cannot be used.
+    """
+    storage = object_storage(settings)
+    if storage is None:
+        return
+    folder = _stored_file(storage, path.name)
+    with path.open("rb") as content:
+        stored = folder.store(0, 1, _CONTENT, content)
+    folder.publish(Manifest(attempt=0, number=1, files={_CONTENT: stored}))
+
+
+def remove_file(settings: Settings, file_id: str) -> bool:
+    """Deletes a training file wherever it is stored. Returns whether it is completely gone."""
+    (settings.files_dir / file_id).unlink(missing_ok=True)
+    remove_tree(settings.copies_dir / "files", file_id)
+    return _delete_stored(settings, f"files/{file_id}")
+
+
+def remove_run(settings: Settings, job_id: str) -> bool:
+    """Deletes the run directory of a deleted job with its exports, wherever they are stored, and its launches
+    in engines. Returns whether the run directory is completely gone."""
+    for folder in (settings.launches_dir, settings.copies_dir / "runs", settings.copies_dir / "exports"):
+        remove_tree(folder, job_id)
+    is_gone = remove_tree(settings.runs_dir, job_id)
+    return _delete_stored(settings, f"runs/{job_id}", f"exports/{job_id}") and is_gone
+
+
+def remove_export(settings: Settings, job_id: str, export_id: str) -> bool:
+    """Deletes an export's files wherever they are stored. Returns whether they are completely gone."""
+    remove_tree(settings.copies_dir / "exports", job_id, export_id)
+    is_gone = remove_tree(settings.runs_dir, job_id, "exports", export_id)
+    return _delete_stored(settings, f"exports/{job_id}/{export_id}") and is_gone
+
+
+def _delete_stored(settings: Settings, *prefixes: str) -> bool:
+    """Deletes folders from object storage, if there is one. Returns whether that was possible."""
+    try:
+        if (storage := object_storage(settings)) is not None:
+            for prefix in prefixes:
+                storage.delete_folder(prefix)
+    except Unavailable:
+        return False
+    return True
+
+
+def path_of_file(settings: Settings, file_id: str) -> Path:
+    """Where a training file is on this machine. Its path may lead to nothing, if it was deleted.
+
+    Raises:
+        Unavailable: the object storage cannot be used, or has damaged the file.
+    """
+    own = settings.files_dir / file_id
+    storage = object_storage(settings)
+    if storage is None or own.exists():
+        return own
+    copy = settings.copies_dir / "files" / file_id
+    if not (copy / _CONTENT).exists():
+        _fetch(_stored_file(storage, file_id), copy)
+    return copy / _CONTENT
+
+
+def path_of_run(settings: Settings, job_id: str, *within: str) -> Path:
+    """The folder in which a part of a job's run directory is to be read on this machine.
+
+    Args:
+        within: the part, name by name: a file, or a folder with all that is in it.
+
+    Raises:
+        Unavailable: the object storage cannot be used, or has damaged the files.
+    """
+    own = settings.runs_dir / job_id
+    newer = _newer_elsewhere(settings, job_id)
+    if newer is None:
+        return own
+    copy = settings.copies_dir / "runs" / job_id
+    part = "/".join(within)
+    _fetch(newer, copy, part)
+    return copy
+
+
+def path_of_export(settings: Settings, job_id: str, export_id: str, attempt: int) -> Path:
+    """The folder of an export's attempt on this machine.
+
+    Raises:
+        Unavailable: the object storage cannot be used, or has damaged the files.
+    """
+    own = settings.runs_dir / job_id / "exports" / export_id / str(attempt)
+    storage = object_storage(settings)
+    if storage is None or own.exists():
+        return own
+    copy = settings.copies_dir / "exports" / job_id / export_id
+    _fetch(stored_export(storage, job_id, export_id), copy)
+    return copy
+
+
+def checkpoint_names(settings: Settings, job_id: str) -> set[str]:
+    """The names of a job's checkpoints that can be read or fetched.
+
+    Raises:
+        Unavailable: the object storage cannot be used.
+    """
+    newer = _newer_elsewhere(settings, job_id)
+    manifest = None if newer is None else newer.newest()
+    if manifest is None:
+        return {path.name for path in (settings.runs_dir / job_id / "checkpoints").glob("step-*")}
+    split = (path.split("/") for path in manifest.files)
+    return {parts[1] for parts in split if parts[0] == "checkpoints" and parts[1].startswith("step-")}
+
+
+def attempt_of_run(folder: Path) -> int:
+    """The attempt whose trainer worked last in a run directory; 0 if none has."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        return int(json.loads(read_plain(folder, "spec.json") or b"{}")["attempt"])
+    return 0
+
+
+def _newer_elsewhere(settings: Settings, job_id: str) -> StoredFolder | None:
+    """The job's run directory in object storage, if another machine has stored a later attempt's."""
+    storage = object_storage(settings)
+    if storage is None:
+        return None
+    stored = stored_run(storage, job_id)
+    newest = stored.newest()
+    if newest is None or newest.attempt <= attempt_of_run(settings.runs_dir / job_id):
+        return None
+    return stored
+
+
+def _fetch(stored: StoredFolder, copy: Path, part: str = "") -> None:
+    """Makes a copy contain what is stored now, or a part of it."""
+    with _locked(copy):
+        try:
+            stored.fetch(copy, lambda path: not part or path == part or path.startswith(f"{part}/"))
+        except Damaged as error:
+            raise Unavailable(f"In the object storage, {error}: restore it, or delete the job.") from None
+
+
+@contextmanager
+def _locked(copy: Path) -> Iterator[None]:
+    """Lets one thread of one process at a time change a copy."""
+    copy.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with copy.with_name(f"{copy.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
