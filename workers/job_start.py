@@ -95,7 +95,8 @@ class JobStart:
 
     def _upload(self, running: Running, storage: ObjectStorage) -> RunUpload:
         stored = copies.stored_run(storage, running.fence.job_id)
-        return RunUpload(running.run, stored, running.fence.attempt, _UPLOAD_PATIENCE_SECONDS)
+        url, attempt = str(self.settings.object_storage), running.fence.attempt
+        return RunUpload(running.run, stored, url, attempt, _UPLOAD_PATIENCE_SECONDS)
 
     def _end_unstarted(self, fence: Fence, error: Exception) -> None:
         if isinstance(error, LostJob):

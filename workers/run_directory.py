@@ -2,6 +2,7 @@
 
     spec.json        the assignment: written by the supervisor before each attempt, read by the trainer
     finish           requests that training ends early, with a model: written by the supervisor
+    stored           the object storage into which the directory was put: written by the supervisor
     cooling          makes training pause between windows while it exists; says why: written by the supervisor
 
 The trainer writes all others:
@@ -101,6 +102,7 @@ out."""
 
 
 _FINISH, _COOLING, _TRIAL, _KERNELS = "finish", "cooling", "trial", "comparing-kernels"
+_STORED = "stored"
 
 _STEP = re.compile(rb'\{"attempt":\d+,"step":(\d+),.*\}$')
 """Matches a whole line of the log; a line torn by a kill does not match."""
@@ -122,6 +124,7 @@ Content = TypeVar("Content", bound=BaseModel)
 _MAX_BYTES = {
     "base_weights": 2**10,
     "cooling": 2**10,
+    "stored": 2**12,
     "log line": 2**20,
     "shares.jsonl": 2**24,
     "tuning.jsonl": 2**24,
@@ -348,6 +351,17 @@ class RunDirectory:
         with append_plain(self.events) as file:
             size = os.fstat(file.fileno()).st_size
             file.write(b"\n" * max(0, line + 1 - size))
+
+    def note_stored(self, url: str) -> None:
+        """Notes that the directory was put into that object storage."""
+        write_atomically(self.path / _STORED, url)
+
+    def stored_in(self) -> str | None:
+        """The object storage that the directory was put into; None if it was not."""
+        with contextlib.suppress(NotPlain, OSError):
+            content = read_plain(self.path, _STORED, max_bytes=_MAX_BYTES[_STORED])
+            return None if content is None else content.decode(errors="replace")
+        return None
 
     def has_reported(self, checkpoint: str) -> bool:
         """Whether an event of any attempt names a checkpoint."""

@@ -40,13 +40,14 @@ class RunUpload:
     """The uploads of one attempt.
 
     Args:
+        url: of the object storage.
         patience_seconds: for how long the last upload is tried again if the storage cannot be used.
     """
 
     def __init__(
-        self, run: RunDirectory, stored: StoredFolder, attempt: int, patience_seconds: float
+        self, run: RunDirectory, stored: StoredFolder, url: str, attempt: int, patience_seconds: float
     ) -> None:
-        self._run, self._stored, self._attempt = run, stored, attempt
+        self._run, self._stored, self._url, self._attempt = run, stored, url, attempt
         self._patience_seconds = patience_seconds
         self.failed_because: str | None = None
         """Why the last upload failed for good; None: it did not."""
@@ -116,6 +117,8 @@ class RunUpload:
         if self._cancelled.is_set():
             return
         self._stored.publish(manifest)
+        if self._number == 1:
+            self._run.note_stored(self._url)
         self._known = {path: each for path, each in self._known.items() if path in manifest.files}
         self._stored.delete_before(manifest)
         log.info("run directory stored", folder=self._stored.prefix, version=manifest.name)

@@ -2,6 +2,7 @@
 
 import os
 import re
+import secrets
 import shutil
 import sqlite3
 import subprocess
@@ -25,6 +26,7 @@ from app.security.oidc import provider_of
 from app.settings import Settings
 from app.storage.database import Database, database_now
 from app.storage.migrations import current_revision, newest_revision
+from app.storage.objects import object_storage
 from app.storage.tables import Job, ProfileRequest, Worker
 
 Verdict = Literal["ok", "warning", "error"]
@@ -50,6 +52,8 @@ class Finding:
 def examine(settings: Settings) -> Iterator[Finding]:
     """Looks at everything that a service and its workers need, without changing anything."""
     yield _data_folder(settings)
+    if settings.object_storage:
+        yield _object_storage(settings)
     yield _disk_space(settings)
     if settings.resolved_database_url.startswith("sqlite"):
         yield _sqlite_version(sqlite3.sqlite_version_info)
@@ -127,6 +131,25 @@ def _data_folder(settings: Settings) -> Finding:
     if folder.stat().st_mode & 0o077:
         return Finding("data folder", "warning", f"other users can read {folder}: run chmod 700 {folder}")
     return Finding("data folder", "ok", str(folder))
+
+
+def _object_storage(settings: Settings) -> Finding:
+    """Whether this process can write to, read from and delete from the object storage."""
+    key = f"checks/{secrets.token_hex(8)}"
+    try:
+        storage = object_storage(settings)
+        assert storage is not None
+        storage.write(key, b"accrue doctor")
+        is_equal = storage.read(key) == b"accrue doctor" and key.rpartition("/")[2] in storage.names("checks")
+        storage.delete(key)
+    except (Unavailable, OSError) as error:
+        cause = error.__cause__ or error
+        why = f"{type(cause).__name__}: {cause}".splitlines()[0][:300]
+        message = f"it cannot be used ({why}): check ACCRUE_OBJECT_STORAGE and the credentials"
+        return Finding("object storage", "error", message)
+    if not is_equal:
+        return Finding("object storage", "error", "it does not return what was written to it")
+    return Finding("object storage", "ok", f"{settings.object_storage} can be written and read")
 
 
 def _disk_space(settings: Settings) -> Finding:

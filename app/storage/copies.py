@@ -8,6 +8,8 @@ the folder `copies`, which may be deleted at any time.
 import contextlib
 import fcntl
 import json
+import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -96,8 +98,7 @@ def path_of_file(settings: Settings, file_id: str) -> Path:
     if storage is None or own.exists():
         return own
     copy = settings.copies_dir / "files" / file_id
-    if not (copy / _CONTENT).exists():
-        _fetch(_stored_file(storage, file_id), copy)
+    _fetch(_stored_file(storage, file_id), copy)
     return copy / _CONTENT
 
 
@@ -133,6 +134,17 @@ def path_of_export(settings: Settings, job_id: str, export_id: str, attempt: int
     copy = settings.copies_dir / "exports" / job_id / export_id
     _fetch(stored_export(storage, job_id, export_id), copy)
     return copy
+
+
+def unused(settings: Settings, seconds: float) -> list[Path]:
+    """The copies that were not used for so long, and what was left of interrupted ones."""
+    before = time.time() - seconds
+    found = [path for path in (settings.copies_dir / "incoming").glob("*") if path.stat().st_mtime < before]
+    for kind in ("files/*.lock", "runs/*.lock", "exports/*/*.lock"):
+        for lock in settings.copies_dir.glob(kind):
+            if lock.stat().st_mtime < before:
+                found.append(lock.with_suffix(""))
+    return [path for path in found if path.exists()]
 
 
 def checkpoint_names(settings: Settings, job_id: str) -> set[str]:
@@ -183,4 +195,5 @@ def _locked(copy: Path) -> Iterator[None]:
     copy.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with copy.with_name(f"{copy.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
+        os.utime(lock.name)  # shows when it was last used
         yield

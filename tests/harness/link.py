@@ -19,30 +19,42 @@ class Link:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = int(self._listener.getsockname()[1])
         self._is_cut = threading.Event()
+        self._held: list[socket.socket] = []
         threading.Thread(target=self._accept, daemon=True).start()
 
     def cut(self) -> None:
         """Passes nothing from now on."""
         self._is_cut.set()
 
+    def restore(self) -> None:
+        """Passes new connections; those of before are reset, as their ends notice at last."""
+        self._is_cut.clear()
+        for held in self._held:
+            with contextlib.suppress(OSError):
+                held.shutdown(socket.SHUT_RDWR)
+            held.close()
+        self._held = []
+
     def close(self) -> None:
+        """Ends all connections."""
         self._listener.close()
+        self.restore()
 
     def _accept(self) -> None:
-        held = []  # keeps connections open that lead nowhere
         while True:
             try:
                 client, _ = self._listener.accept()
             except OSError:
                 return
+            self._held.append(client)
             if self._is_cut.is_set():
-                held.append(client)
                 continue
             try:
                 server = self._connected()
             except OSError:
                 client.close()
                 continue
+            self._held.append(server)
             for source, target in ((client, server), (server, client)):
                 threading.Thread(target=self._pass, args=(source, target), daemon=True).start()
 
@@ -57,7 +69,7 @@ class Link:
         with contextlib.suppress(OSError):
             while content := source.recv(65536):
                 if self._is_cut.is_set():
-                    threading.Event().wait()  # neither passed nor closed
+                    return  # neither passed nor closed
                 target.sendall(content)
         with contextlib.suppress(OSError):
             target.shutdown(socket.SHUT_WR)
