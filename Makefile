@@ -134,7 +134,7 @@ check: $(STAMP) ## Check lint, formatting, types, Dockerfiles and the compose fi
 	$(BIN)/mypy
 	$(BIN)/biome check --error-on-warnings app/dashboard
 	$(BIN)/hadolint docker/*.Dockerfile
-	$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec docker/compose.yaml docker/compose.worker.yaml
+	$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec docker/compose.yaml docker/compose.worker.yaml docker/compose.worker-s3.yaml
 
 format: $(STAMP) ## Format the code and apply ruff's automatic fixes
 	$(BIN)/ruff check --fix .

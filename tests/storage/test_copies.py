@@ -1,0 +1,158 @@
+"""Files of other machines: two data folders over one object storage."""
+
+from pathlib import Path
+
+import pytest
+
+from app.errors import Unavailable
+from app.maintenance import retention
+from app.maintenance.data_folder import clean
+from app.models import base_models
+from app.results import run_files
+from app.settings import Settings
+from app.storage import copies, pending
+from app.storage.database import Database
+from app.storage.objects import Manifest, ObjectStorage, object_storage
+from app.storage.tables import Job
+from tests.harness.specs import make_spec
+from tests.harness.submissions import submitted
+from workers.run_directory import RunDirectory
+from workers.run_upload import RunUpload
+from workers.scratch import Scratch
+
+JOB = "ftjob-1"
+
+
+@pytest.fixture
+def here(settings: Settings, tmp_path: Path) -> Settings:
+    return settings.model_copy(update={"object_storage": f"file://{tmp_path}/bucket"})
+
+
+@pytest.fixture
+def there(here: Settings, tmp_path: Path) -> Settings:
+    other = here.model_copy(update={"data_dir": tmp_path / "there"})
+    other.make_directories()
+    return other
+
+
+@pytest.fixture
+def storage(here: Settings) -> ObjectStorage:
+    found = object_storage(here)
+    assert found is not None
+    return found
+
+
+def trained(machine: Settings, storage: ObjectStorage, attempt: int, text: str, job_id: str = JOB) -> None:
+    """A machine has worked on a job, which has a model now."""
+    run = RunDirectory(machine.runs_dir / job_id)
+    run.model.mkdir(parents=True, exist_ok=True)
+    (run.path / "spec.json").write_text(f'{{"attempt": {attempt}}}')
+    (run.path / "completions.json").write_text('{"data": []}')
+    (run.path / "outcome.json").write_text("{}")
+    (run.model / "config.json").write_text(text)
+    (run.checkpoints / f"step-{attempt}").mkdir(parents=True)
+    (run.checkpoints / f"step-{attempt}" / "state").write_text(text)
+    upload = RunUpload(run, copies.stored_run(storage, job_id), str(machine.object_storage), attempt, 10)
+    upload.finish()
+    upload._thread.join(30)
+    assert upload.finish()
+
+
+def test_a_model_is_read_where_the_newest_attempt_has_put_it(
+    here: Settings, there: Settings, storage: ObjectStorage
+) -> None:
+    trained(here, storage, 1, "first")
+    assert run_files.model_dir(here, JOB) == here.runs_dir / JOB / "model"
+    assert (run_files.model_dir(there, JOB) / "config.json").read_text() == "first"
+    trained(there, storage, 2, "second")
+    assert (run_files.model_dir(here, JOB) / "config.json").read_text() == "second"
+    assert run_files.model_dir(there, JOB) == there.runs_dir / JOB / "model"
+    assert copies.checkpoint_names(here, JOB) == {"step-2"}
+    assert copies.checkpoint_names(there, JOB) == {"step-2"}
+    spec = make_spec()
+    model = spec.model.model_copy(update={"source": "job", "job_id": JOB})
+    assert (Path(base_models.path_of(model, here)) / "config.json").read_text() == "second"
+    files = run_files.model_files(here, JOB, ["config.json"])
+    assert files is not None
+    assert files["config.json"].read() == b"second"
+    run_files.close(files)
+
+
+def test_a_file_is_fetched_where_it_was_not_uploaded(here: Settings, there: Settings) -> None:
+    (here.files_dir / "file-1").write_text("samples")
+    copies.store_file(here, here.files_dir / "file-1")
+    assert copies.path_of_file(here, "file-1") == here.files_dir / "file-1"
+    assert copies.path_of_file(there, "file-1").read_text() == "samples"
+    assert not copies.path_of_file(there, "file-2").exists()
+    assert copies.remove_file(here, "file-1")
+    assert not copies.path_of_file(here, "file-1").exists()
+
+
+def test_a_damaged_object_is_reported_with_what_to_do(
+    here: Settings, there: Settings, tmp_path: Path
+) -> None:
+    (here.files_dir / "file-1").write_text("samples")
+    copies.store_file(here, here.files_dir / "file-1")
+    [content] = (tmp_path / "bucket").rglob("content")
+    content.write_text("changed")
+    with pytest.raises(Unavailable, match=r"file-1.*is damaged"):
+        copies.path_of_file(there, "file-1")
+
+
+def test_a_deleted_job_is_deleted_from_the_storage(
+    here: Settings, there: Settings, storage: ObjectStorage, database: Database
+) -> None:
+    job_id = submitted(database)
+    with database.writing() as session:
+        job = session.get(Job, job_id)
+        assert job is not None
+        job.status = "succeeded"
+    trained(there, storage, 1, "model", job_id)
+    (here.files_dir / "file-1").write_text("samples")
+    copies.store_file(here, here.files_dir / "file-1")
+    run_files.model_dir(here, job_id)
+    retention.delete_job(database, here, job_id)
+    assert storage.below("runs") == storage.below("files") == []
+    assert not (here.copies_dir / "runs" / job_id).exists()
+    assert pending.marked(here.files_dir) == pending.marked(here.runs_dir) == []
+
+
+def test_what_the_storage_could_not_delete_is_deleted_at_the_next_start(
+    here: Settings, storage: ObjectStorage, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job_id = submitted(database)
+    with database.writing() as session:
+        job = session.get(Job, job_id)
+        assert job is not None
+        job.status = "succeeded"
+    trained(here, storage, 1, "model", job_id)
+
+    def unavailable(self: ObjectStorage, folder: str) -> None:
+        raise Unavailable("it does not answer")
+
+    with monkeypatch.context() as away:
+        away.setattr(ObjectStorage, "delete_folder", unavailable)
+        retention.delete_job(database, here, job_id)
+    assert pending.marked(here.runs_dir) == [job_id]
+    assert storage.below("runs")
+    clean(database, here)
+    assert pending.marked(here.runs_dir) == []
+    assert storage.below("runs") == []
+
+
+def test_a_machine_deletes_what_it_no_longer_needs(
+    here: Settings, there: Settings, storage: ObjectStorage
+) -> None:
+    for job_id in ("ftjob-kept", "ftjob-moved", "ftjob-deleted", "ftjob-runs"):
+        trained(here, storage, 1, "1", job_id)
+    RunDirectory(here.runs_dir / "ftjob-never-stored").path.mkdir()
+    trained(there, storage, 2, "2", "ftjob-moved")
+    trained(there, storage, 2, "2", "ftjob-runs")
+    copies.stored_run(storage, "ftjob-deleted").delete()
+    Scratch(here, lambda: {"ftjob-runs"}).clean()
+    left = {path.name for path in here.runs_dir.iterdir()}
+    assert left == {"ftjob-kept", "ftjob-runs", "ftjob-never-stored"}
+
+
+def test_a_manifest_names_its_version() -> None:
+    assert Manifest(attempt=2, number=30, files={}).name == "000002.000030.json"
