@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import ColumnElement, and_, func, or_, select, update
+from sqlalchemy import ColumnElement, and_, delete, func, or_, select, update
 
 from app.contract.export import ExportOrder, ExportResult
 from app.contract.text import storable, storable_values
@@ -16,7 +16,7 @@ from app.devices import live_workers
 from app.errors import Conflict
 from app.settings import Settings
 from app.storage import copies
-from app.storage.database import database_now
+from app.storage.database import Database, database_now
 from app.storage.ids import new_id
 from app.storage.session import OF_EVERYONE, Session
 from app.storage.tables import Export
@@ -81,10 +81,11 @@ def find(session: Session, job_id: str, export_id: str) -> Export | None:
     return found if found is not None and found.job_id == job_id else None
 
 
-def remove(session: Session, settings: Settings, export: Export) -> None:
-    """Deletes an export; a process that is making it notices when it next renews its claim."""
-    session.delete(export)
-    copies.remove_export(settings, export.job_id, export.id)
+def remove(database: Database, settings: Settings, job_id: str, export_id: str) -> None:
+    """Deletes an export with its files; a process that is making it notices when it next renews its claim."""
+    with database.writing() as session:
+        session.execute(delete(Export).where(Export.id == export_id, Export.job_id == job_id))
+    copies.remove_export(settings, job_id, export_id)
 
 
 def _is_free() -> ColumnElement[bool]:

@@ -34,7 +34,6 @@ from app.web.dependencies import (
     Reading,
     Slowly,
     StreamOf,
-    Writing,
 )
 
 router = APIRouter(prefix="/training", tags=["training"], route_class=SessionRoute)
@@ -126,10 +125,12 @@ def show(session: Reading, training_id: JobId, export_id: ExportId) -> ExportRes
 
 @router.delete("/{training_id}/exports/{export_id}", summary="Delete an export")
 def delete(
-    session: Writing, settings: CurrentSettings, training_id: JobId, export_id: ExportId
+    database: CurrentDatabase, settings: CurrentSettings, training_id: JobId, export_id: ExportId
 ) -> ExportDeleted:
     """Deletes its files too; one that is being made is cancelled."""
-    requests.remove(session, settings, _found(session, training_id, export_id))
+    with database.reading() as session:
+        _found(session, training_id, export_id)
+    requests.remove(database, settings, training_id, export_id)
     return ExportDeleted(id=export_id)
 
 
@@ -139,13 +140,15 @@ def delete(
     response_class=StreamingResponse,
 )
 def files(
-    session: Reading,
+    database: CurrentDatabase,
     settings: CurrentSettings,
     stream: StreamOf,
     training_id: JobId,
     export_id: ExportId,
 ) -> Response:
-    export = _found(session, training_id, export_id)
+    with database.reading() as session:
+        export = _found(session, training_id, export_id)
+        session.expunge(export)
     if export.status != "succeeded":
         raise Conflict(f"The export {export_id} has no files: its status is {export.status}.")
     named = [each.name for each in ExportResult.model_validate(export.result).files]

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from itertools import islice
-from pathlib import Path
 
 from sqlalchemy import delete, select
 from sqlalchemy.orm import load_only
@@ -75,7 +74,7 @@ def has_model(job: Job, settings: Settings) -> bool:
     """Whether the job made a model that is still there."""
     if job.status != "succeeded" or not job.result["files"] or parent_jobs.is_model_deleted(job.result):
         return False
-    return _folder(job, settings).is_dir()
+    return _is_there(job, settings)
 
 
 def remove(database: Database, settings: Settings, name: str) -> None:
@@ -89,7 +88,7 @@ def remove(database: Database, settings: Settings, name: str) -> None:
         raise Conflict(f"{name} is not a trained model: only trained models can be deleted.")
     with database.writing() as session:
         found = _of_name(session, name)
-        if found is None or not found.result["files"] or not _folder(found, settings).is_dir():
+        if found is None or not found.result["files"] or not _is_there(found, settings):
             raise _unknown(name)
         job = transitions.get(session, found.id, lock=True)
         parent_jobs.check_unneeded(session, job.id)
@@ -98,5 +97,9 @@ def remove(database: Database, settings: Settings, name: str) -> None:
     remove_models(settings, job.id)
 
 
-def _folder(job: Job, settings: Settings) -> Path:
-    return model_dir(settings, job.id)
+def _is_there(job: Job, settings: Settings) -> bool:
+    """Whether files of a job's model are left. Object storage has them until they are deleted: a job succeeds
+    only once they are stored."""
+    if settings.object_storage is not None:
+        return not parent_jobs.is_model_deleted(job.result)
+    return model_dir(settings, job.id).is_dir()

@@ -19,7 +19,7 @@ from app.results.schemas import CompletionsResponse, Metrics, Profile
 from app.results.series import Evaluation, evaluations, last_step, pages_of, series
 from app.storage.database import Database
 from app.web.database_sessions import SessionRoute
-from app.web.dependencies import CurrentDatabase, CurrentSettings, JobId, Reading, Slowly, StreamOf
+from app.web.dependencies import CurrentDatabase, CurrentSettings, JobId, Slowly, StreamOf
 
 router = APIRouter(prefix="/training", tags=["training"], route_class=SessionRoute)
 
@@ -74,17 +74,19 @@ def log(
     "/{training_id}/completions",
     summary="How the model completes held-out prompts, before and after training",
 )
-def completions(session: Reading, settings: CurrentSettings, training_id: JobId) -> CompletionsResponse:
+def completions(
+    database: CurrentDatabase, settings: CurrentSettings, training_id: JobId
+) -> CompletionsResponse:
     """Completions of held-out prompts; empty if there are none, or none has been completed yet."""
-    transitions.get(session, training_id)
+    _check_exists(database, training_id)
     found = run_files.completions(settings, training_id)
     return CompletionsResponse(training_id=training_id, data=list(found.data))
 
 
 @router.get("/{training_id}/profile", summary="Where the time of one window went, operator by operator")
-def profile(session: Reading, settings: CurrentSettings, training_id: JobId) -> Profile:
+def profile(database: CurrentDatabase, settings: CurrentSettings, training_id: JobId) -> Profile:
     """The profile of a job that was submitted with `profile`, after its third step."""
-    transitions.get(session, training_id)
+    _check_exists(database, training_id)
     found = run_files.operators(settings, training_id)
     if found is None:
         raise NotFound(
@@ -100,13 +102,13 @@ def profile(session: Reading, settings: CurrentSettings, training_id: JobId) -> 
     response_class=StreamingResponse,
 )
 def profile_file(
-    session: Reading,
+    database: CurrentDatabase,
     settings: CurrentSettings,
     stream: StreamOf,
     training_id: JobId,
     name: Literal["trace.json", "memory.pickle"],
 ) -> Response:
-    transitions.get(session, training_id)
+    _check_exists(database, training_id)
     file = run_files.profile_file(settings, training_id, name)
     if file is None:
         raise NotFound(f"Job {training_id} has no {name}: GET …/profile lists the available files.")
@@ -123,7 +125,7 @@ def profile_file(
 
 @router.get("/{training_id}/model", summary="The trained model as a tar", response_class=StreamingResponse)
 def model(
-    session: Reading,
+    database: CurrentDatabase,
     settings: CurrentSettings,
     stream: StreamOf,
     training_id: JobId,
@@ -131,7 +133,9 @@ def model(
         int | None, Query(ge=0, le=1023, description="The independent replica whose model it is")
     ] = None,
 ) -> Response:
-    job = transitions.get(session, training_id)
+    with database.reading() as session:
+        job = transitions.get(session, training_id)
+        session.expunge(job)
     if job.status != "succeeded":
         ended = job.status in ENDED
         what = "has ended without a model" if ended else "has no model yet"
@@ -152,6 +156,17 @@ def model(
     if files is None:
         raise NotFound(f"The model of job {training_id} is no longer in the data folder.")
     return run_files.tar_response(files, name, stream)
+
+
+def _check_exists(database: Database, training_id: str) -> None:
+    """Checks that there is such a job. No session stays open while its files are read, which object storage
+    may delay.
+
+    Raises:
+        NotFound: there is none.
+    """
+    with database.reading() as session:
+        transitions.get(session, training_id)
 
 
 def _log_lines(database: Database, training_id: str, from_step: int) -> Iterator[str]:

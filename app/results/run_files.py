@@ -44,6 +44,7 @@ def remove_models(settings: Settings, job_id: str) -> None:
             remove_tree(settings.runs_dir, job_id, replica, "model")
     remove_tree(settings.runs_dir, job_id, "model")
     remove_tree(settings.runs_dir, job_id, "exports")
+    copies.remove_stored_models(settings, job_id)
 
 
 def completions(settings: Settings, job_id: str) -> Completions:

@@ -69,6 +69,24 @@ def remove_run(settings: Settings, job_id: str) -> bool:
     return _delete_stored(settings, f"runs/{job_id}", f"exports/{job_id}") and is_gone
 
 
+def remove_stored_models(settings: Settings, job_id: str) -> None:
+    """Deletes a job's model, its replicas' models and its exports from object storage, if there is one. What
+    cannot be deleted now is deleted with the job."""
+    for kind in ("runs", "exports"):
+        remove_tree(settings.copies_dir / kind, job_id)
+    with contextlib.suppress(Unavailable):
+        storage = object_storage(settings)
+        if storage is None:
+            return
+        storage.delete_folder(f"exports/{job_id}")
+        stored = stored_run(storage, job_id)
+        newest = stored.newest()
+        if newest is not None:
+            kept = {path: file for path, file in newest.files.items() if "model" not in path.split("/")[:2]}
+            stored.publish(manifest := newest.model_copy(update={"number": newest.number + 1, "files": kept}))
+            stored.delete_before(manifest)
+
+
 def remove_export(settings: Settings, job_id: str, export_id: str) -> bool:
     """Deletes an export's files wherever they are stored. Returns whether they are completely gone."""
     remove_tree(settings.copies_dir / "exports", job_id, export_id)

@@ -119,8 +119,7 @@ def test_exports_and_their_files_end_with_them(database: Database, settings: Set
     export_id = added(database, job_id)
     folder = requests.folder_of(settings, job_id, export_id, 1)
     folder.mkdir(parents=True)
-    with database.writing() as session:
-        requests.remove(session, settings, session.get_one(Export, export_id))
+    requests.remove(database, settings, job_id, export_id)
     assert not folder.exists()
     kept = added(database, job_id)
     with database.writing() as session:

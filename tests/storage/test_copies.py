@@ -117,6 +117,18 @@ def test_a_deleted_job_is_deleted_from_the_storage(
     assert pending.marked(here.files_dir) == pending.marked(here.runs_dir) == []
 
 
+def test_a_deleted_model_leaves_the_checkpoints(
+    here: Settings, there: Settings, storage: ObjectStorage
+) -> None:
+    trained(there, storage, 1, "model")
+    storage.write(f"exports/{JOB}/export-1/000001.000001.json", b"{}")
+    assert run_files.model_dir(here, JOB).is_dir()
+    run_files.remove_models(here, JOB)
+    assert not run_files.model_dir(here, JOB).exists()
+    assert copies.checkpoint_names(here, JOB) == {"step-1"}
+    assert not [key for key in storage.below("") if "model" in key or "exports" in key]
+
+
 def test_what_the_storage_could_not_delete_is_deleted_at_the_next_start(
     here: Settings, storage: ObjectStorage, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
