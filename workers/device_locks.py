@@ -2,8 +2,8 @@
 engine. On the CPU, inference engines take no lock.
 
 A trainer of this machine inherits the lock and holds it, not the worker: it is free as soon as the trainer
-has ended, even if the worker is suspended and cannot release anything. The locks of an engine's devices are
-held by the worker itself.
+has ended, even if the worker is suspended and cannot release anything. The worker itself holds the locks of
+the devices that it uses in Slurm, Ray or Kubernetes.
 """
 
 import fcntl

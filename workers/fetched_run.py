@@ -87,7 +87,7 @@ class FetchingTrainer:
     """Takes the place of a job's trainer while its files are fetched, which may take long.
 
     Args:
-        fetch: fetches them; it gets a function that returns whether it is no longer needed.
+        fetch: fetches them; it is given a function that returns whether fetching was cancelled.
         device_locks: descriptors of the devices' locks, which stay locked meanwhile.
     """
 

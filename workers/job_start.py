@@ -57,8 +57,9 @@ class JobStart:
             return None
 
     def go_on(self, running: Running, trainer: FetchingTrainer) -> Running | None:
-        """Starts a job's trainer once its files are there. Returns its successor, which is the same if they
-        are not; or None if the attempt is ended: it was interrupted meanwhile, or they cannot be fetched.
+        """Starts a job's trainer once its files have been fetched. Returns what takes the place of `running`:
+        itself while files are still being fetched, or None if the attempt has ended, since it was
+        interrupted or its files cannot be fetched.
 
         Raises:
             LostJob: the job belongs to another worker.

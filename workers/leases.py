@@ -225,7 +225,7 @@ class LeaseKeeper:
         sent_at = time.monotonic()
         try:
             with database.writing() as session:
-                requested = queue.heartbeat(session, running.fence, self._settings.lease_seconds)
+                requested = queue.renew_lease(session, running.fence, self._settings.lease_seconds)
         except LostJob:
             running.lost = True
             return

@@ -37,7 +37,7 @@ class HeldDevices:
 
 
 class MakingWay:
-    """What one worker's jobs make way for."""
+    """The queued jobs for which this worker is freeing devices, or holds them."""
 
     def __init__(self, settings: Settings, database: Database, worker_id: str) -> None:
         self._settings, self._database, self._worker_id = settings, database, worker_id

@@ -40,8 +40,8 @@ class Offers:
         labels: Mapping[str, str],
     ) -> list[Offered]:
         """The offers for the free devices, in the order in which they are to be made. If all of the worker's
-        devices are free, it also offers them to jobs that need more devices than any worker has that meets
-        their requirements.
+        devices are free, it also offers them to jobs that need more devices than any worker with
+        the labels that they require has.
 
         Args:
             jobs: the jobs of the devices that are not free, by device.
@@ -54,7 +54,7 @@ class Offers:
             return [(free, _offer(free, labels, shrink_above=1))]
         larger = live_workers.labels_of_larger(session, of_worker)
         most = MAX_DEVICES if larger else of_worker  # no worker has more than `MAX_DEVICES`
-        shrinkable = queue.shrinkable(session, of_worker, labels, larger) if larger else ()
+        shrinkable = queue.shrinkable_requirements(session, of_worker, labels, larger) if larger else ()
         there = [*(device.id for device in free), *busy]
         wanted = placement.needs(
             session, self._settings.reserve_after_seconds, there, most, labels, shrinkable, of_worker

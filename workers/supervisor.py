@@ -31,6 +31,7 @@ from app.storage.ids import new_id
 from app.storage.session import Session
 from workers import helper_process, job_measurements, temperature
 from workers.device_locks import DeviceLocks
+from workers.disk_cleaner import DiskCleaner
 from workers.executors.protocol import Executor
 from workers.fetched_run import FetchingTrainer
 from workers.helper_process import HelperProcess
@@ -41,7 +42,6 @@ from workers.launch import Launcher
 from workers.leases import DELETE_WORKER_AFTER_SECONDS, LeaseKeeper, Running
 from workers.making_way import MakingWay
 from workers.offers import Offered, Offers, chosen_devices, device_ids
-from workers.scratch import Scratch
 from workers.slots import Slots, labels_of
 from workers.temperature import Heat
 
@@ -82,7 +82,7 @@ class Supervisor:
         """The devices that no job has claimed in this turn."""
         self.locks = DeviceLocks(self.settings)
         self.offers = Offers(self.settings)
-        self.scratch = Scratch(self.settings, lambda: {each.fence.job_id for each in self._alive()})
+        self.disk_cleaner = DiskCleaner(self.settings, lambda: {each.fence.job_id for each in self._alive()})
         self.making_way = MakingWay(self.settings, self.database, self.id)
         launcher = Launcher(self.settings, self.database, self.executor)
         self.start = JobStart(self.settings, self.database, launcher)
@@ -102,7 +102,7 @@ class Supervisor:
         profiler = helper_process.profiler(self.settings)
         inference = helper_process.inference(self.settings)
         exports = helper_process.exports(self.settings)
-        self.scratch.start()
+        self.disk_cleaner.start()
         with self.leases.at_work():
             while not self.stopped:
                 if self.settings.profiler:
@@ -126,7 +126,7 @@ class Supervisor:
             profiler.end()
             inference.end()
             exports.end()
-            self.scratch.end()
+            self.disk_cleaner.end()
             for running in self.running:
                 self._interrupt(running, "the worker was shut down")
             while self.running or self.leaving:

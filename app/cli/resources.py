@@ -103,7 +103,7 @@ def gpus(url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
 @commands.command()
 def usage(
     first: Annotated[
-        str | None, typer.Option(help="First day, as 2026-11-01; default: of this month")
+        str | None, typer.Option(help="First day, such as 2026-11-01; default: the first of this month")
     ] = None,
     last: Annotated[str | None, typer.Option(help="Last day; default: today (UTC)")] = None,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print it as CSV")] = False,

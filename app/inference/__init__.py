@@ -1,1 +1,1 @@
-"""Answers of base and tuned models: requested by the service, made by a worker's inference process."""
+"""Answers of base and trained models: requested by the service, made by a worker's inference process."""

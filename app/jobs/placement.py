@@ -105,10 +105,10 @@ def needs(
     Args:
         after_seconds: how long they must have waited.
         devices: the worker's devices, free or not.
-        most: jobs that need more devices than this can train on fewer.
+        most: a job that requests more devices than this is included as well, since it can train on fewer.
         labels: the worker's.
-        shrinkable: label requirements; a job with one of these can also train on fewer devices, if it
-            requests more than `of_worker`.
+        shrinkable: label requirements; a job with exactly one of these is included as well if it requests
+            more than `of_worker`, since it can train on fewer.
         of_worker: how many devices the worker has, those that are set aside included.
     """
     dialect = session.get_bind().dialect.name

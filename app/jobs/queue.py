@@ -117,11 +117,10 @@ def worker_meets(labels: ColumnElement[str], dialect: str) -> ColumnElement[bool
     return or_(Job.requirements == "{}", has_all)
 
 
-def shrinkable(
+def shrinkable_requirements(
     session: Session, devices: int, labels: Mapping[str, str], larger: Sequence[Mapping[str, str]]
 ) -> tuple[str, ...]:
-    """The label requirements of queued jobs that request more devices than any worker meeting these
-    requirements has.
+    """The different label requirements of queued jobs for which no worker with these labels is large enough.
 
     Args:
         devices: the number of devices of the worker that asks.
@@ -145,7 +144,7 @@ def shrinkable(
     )
 
 
-def devices_of_worker(dialect: str) -> ColumnElement[int]:
+def device_count_of_worker(dialect: str) -> ColumnElement[int]:
     """The number of a worker's devices."""
     length = func.jsonb_array_length if dialect == "postgresql" else func.json_array_length
     return length(Worker.devices)
@@ -267,7 +266,7 @@ def note_start(session: Session, fence: Fence) -> None:
     session.execute(update(Attempt).where(_of_attempt(fence)).values(claimed_at=database_now()))
 
 
-def heartbeat(session: Session, fence: Fence, lease_seconds: float) -> RequestedAction | None:
+def renew_lease(session: Session, fence: Fence, lease_seconds: float) -> RequestedAction | None:
     """Renews the lease. Returns what a user has requested in the meantime.
 
     Raises:

@@ -9,7 +9,7 @@ from sqlalchemy import BindParameter, Connection, String, and_, bindparam, case,
 
 from app.contract.worker_labels import meets
 from app.devices.live_workers import SILENT_SECONDS
-from app.jobs.queue import devices_of_worker
+from app.jobs.queue import device_count_of_worker
 from app.jobs.response_schemas import Reason, Waiting
 from app.storage.compiled import Prepared
 from app.storage.database import database_now
@@ -146,7 +146,7 @@ def _between(dialect: str) -> object:
 def _workers(dialect: str) -> object:
     """The time, and the live workers with labels, idle devices and devices; one row without these if there is
     no worker."""
-    own = devices_of_worker(dialect)
+    own = device_count_of_worker(dialect)
     used = select(func.coalesce(func.sum(Job.device_count), 0)).where(
         Job.status == "running", Job.worker_id == Worker.id
     )

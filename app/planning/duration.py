@@ -57,11 +57,11 @@ class Duration:
         return cls(expected, expected / factor, expected * factor)
 
     def plus(self, seconds: float) -> "Duration":
-        """With a time that is known."""
+        """This duration and a time that is known."""
         return Duration(self.expected + seconds, self.low + seconds, self.high + seconds)
 
     def divided(self, by: float) -> "Duration":
-        """Done by several at once."""
+        """This duration if that many workers share the work."""
         return Duration(self.expected / by, self.low / by, self.high / by)
 
 

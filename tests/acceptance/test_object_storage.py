@@ -8,7 +8,7 @@ import json
 import tarfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,6 +81,16 @@ def resumed_at(accrue: Accrue, job_id: str) -> int | None:
     """The step from which the job was resumed last; None if it was not."""
     steps = [event["data"]["step"] for event in events_of(accrue, job_id) if event["type"] == "resumed"]
     return max(steps, default=None)
+
+
+def is_worked_on(run: Path) -> bool:
+    """Whether a trainer is alive in a run directory."""
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            words = (entry / "cmdline").read_bytes().split(b"\0")
+            if b"workers.training" in words and str(run).encode() in words:
+                return True
+    return False
 
 
 def runs_on(machines: Machines, machine: str) -> int:
@@ -158,6 +168,7 @@ def test_a_machine_is_disconnected_while_two_run_many_jobs(
         for job_id in long:
             until(lambda job_id=job_id: resumed_at(accrue, job_id) is not None, 120)  # type: ignore[misc]
             assert (resumed_at(accrue, job_id) or 0) >= 25
+            assert not is_worked_on(machines.folder / "a" / "runs" / job_id)
         until(lambda: sum(accrue.job(each)["status"] == "succeeded" for each in short) >= 20, 600)
         for link in links:
             link.restore()

@@ -88,7 +88,7 @@ def work(arguments: tuple[str, int, int, float]) -> list[float]:
                     live_workers.beat(session, row_of(name, fence.job_id if fence else None))
                 if fence is not None:
                     with database.writing() as session:
-                        queue.heartbeat(session, fence, LEASE_SECONDS)
+                        queue.renew_lease(session, fence, LEASE_SECONDS)
             if fence is None:
                 began = time.perf_counter()
                 with database.writing() as session:

@@ -37,6 +37,7 @@ class Link:
 
     def close(self) -> None:
         """Ends all connections."""
+        self._listener.shutdown(socket.SHUT_RDWR)  # otherwise the thread would accept one more
         self._listener.close()
         self.restore()
 

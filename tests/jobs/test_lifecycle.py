@@ -68,7 +68,7 @@ def test_only_the_owner_of_the_lease_can_write(database: Database, stale: Fence)
     claim(database)
     fence = Fence(stale.job_id.format(id=job_id), stale.attempt, stale.worker_id)
     for action in (
-        lambda s: queue.heartbeat(s, fence, 15.0),
+        lambda s: queue.renew_lease(s, fence, 15.0),
         lambda s: queue.note_progress(s, fence, {"step": 1}, 0),
         lambda s: queue.succeed(s, fence, {}),
         lambda s: queue.fail(s, fence, CRASH),
@@ -139,7 +139,7 @@ def test_a_queued_job_is_cancelled_at_once_and_a_running_one_by_its_worker(datab
     assert fence is not None
     assert in_transaction(database, lifecycle.cancel, waiting).status == "cancelled"
     assert in_transaction(database, lifecycle.cancel, running).status == "running"
-    assert in_transaction(database, queue.heartbeat, fence, 15.0) == "cancel"
+    assert in_transaction(database, queue.renew_lease, fence, 15.0) == "cancel"
     in_transaction(database, queue.release, fence, "cancelled")
     assert state(database, running).status == "cancelled"
     assert in_transaction(database, lifecycle.cancel, running).status == "cancelled"
@@ -150,7 +150,7 @@ def test_a_running_job_is_paused_on_request_and_resumed(database: Database) -> N
     fence = claim(database)
     assert fence is not None
     in_transaction(database, lifecycle.pause, job_id)
-    assert in_transaction(database, queue.heartbeat, fence, 15.0) == "pause"
+    assert in_transaction(database, queue.renew_lease, fence, 15.0) == "pause"
     in_transaction(database, queue.release, fence, "paused")
     assert state(database, job_id).status == "paused"
     assert claim(database) is None
@@ -240,14 +240,14 @@ def test_a_clock_that_jumps_ahead_takes_no_job_from_a_worker_that_lives(database
     assert held is not None
     assert lost is not None
     with clock_moved(database, 3600) as moved:
-        in_transaction(moved, queue.heartbeat, held, 15.0)  # a worker renews before it rescues
+        in_transaction(moved, queue.renew_lease, held, 15.0)  # a worker renews before it rescues
         assert in_transaction(moved, queue.reclaim_expired) == [dead]
         assert state(moved, live).status == "running"
         again = claim(moved, "worker-1")
         assert again is not None
         assert again.attempt == 2
         with pytest.raises(LostJob):
-            in_transaction(moved, queue.heartbeat, lost, 15.0)
+            in_transaction(moved, queue.renew_lease, lost, 15.0)
 
 
 def test_a_clock_set_back_does_not_keep_a_lost_job_for_an_hour(database: Database) -> None:
@@ -255,7 +255,7 @@ def test_a_clock_set_back_does_not_keep_a_lost_job_for_an_hour(database: Databas
     held = claim(database, "worker-1")
     claim(database, "worker-2")
     with clock_moved(database, -3600) as moved:
-        in_transaction(moved, queue.heartbeat, held, 15.0)
+        in_transaction(moved, queue.renew_lease, held, 15.0)
         assert in_transaction(moved, queue.reclaim_expired) == [dead]
         assert state(moved, live).status == "running"
 
@@ -307,7 +307,7 @@ def test_a_stopped_job_is_claimed_again_until_its_model_is_kept(database: Databa
     assert fence is not None
     in_transaction(database, queue.note_progress, fence, {"step": 3}, 3)
     assert in_transaction(database, lifecycle.stop, job_id).requested == "stop"
-    assert in_transaction(database, queue.heartbeat, fence, 15.0) == "stop"
+    assert in_transaction(database, queue.renew_lease, fence, 15.0) == "stop"
     for refused in (lifecycle.pause, lifecycle.resume):
         with pytest.raises(Conflict, match="being stopped"):
             in_transaction(database, refused, job_id)
@@ -407,9 +407,9 @@ def test_a_job_trains_on_fewer_devices_if_no_worker_that_may_run_it_has_enough(d
     submitted(database, device_count=4, requirements={"zone": "b"})
     required, labels = '{"zone": "a"}', {"zone": "a", "disk": "ssd"}
     with database.reading() as session:
-        assert queue.shrinkable(session, 3, labels, [{"zone": "b"}]) == (required,)
-        assert queue.shrinkable(session, 3, labels, [{"zone": "a"}]) == ()
-        assert queue.shrinkable(session, 4, labels, []) == (), "it has enough itself"
+        assert queue.shrinkable_requirements(session, 3, labels, [{"zone": "b"}]) == (required,)
+        assert queue.shrinkable_requirements(session, 3, labels, [{"zone": "a"}]) == ()
+        assert queue.shrinkable_requirements(session, 4, labels, []) == (), "it has enough itself"
     with database.writing() as session:
         assert queue.claim(session, "worker-1", 15.0, Offer(2, labels=labels)) is None, "it is not idle"
         some = Offer(2, labels=labels, shrinkable=(required,), of_worker=4)

@@ -90,7 +90,7 @@ class Queue(RuleBasedStateMachine):
 
     @rule(fence=fences)
     def beat(self, fence: Fence) -> None:
-        requested = self._by_holder(fence, lambda session: queue.heartbeat(session, fence, 500.0))
+        requested = self._by_holder(fence, lambda session: queue.renew_lease(session, fence, 500.0))
         if self._holds(fence):
             assert requested == self.model[fence.job_id].requested
             self.model[fence.job_id].expired = False

@@ -16,9 +16,9 @@ from app.storage.objects import Manifest, ObjectStorage, object_storage
 from app.storage.tables import Job
 from tests.harness.specs import make_spec
 from tests.harness.submissions import submitted
+from workers.disk_cleaner import DiskCleaner
 from workers.run_directory import RunDirectory
 from workers.run_upload import RunUpload
-from workers.scratch import Scratch
 
 JOB = "ftjob-1"
 
@@ -161,7 +161,7 @@ def test_a_machine_deletes_what_it_no_longer_needs(
     trained(there, storage, 2, "2", "ftjob-moved")
     trained(there, storage, 2, "2", "ftjob-runs")
     copies.stored_run(storage, "ftjob-deleted").delete()
-    Scratch(here, lambda: {"ftjob-runs"}).clean()
+    DiskCleaner(here, lambda: {"ftjob-runs"}).clean()
     left = {path.name for path in here.runs_dir.iterdir()}
     assert left == {"ftjob-kept", "ftjob-runs", "ftjob-never-stored"}
 

@@ -125,7 +125,7 @@ def test_a_key_that_has_used_up_its_quota_waits(database: Database) -> None:
     assert claim(database) is None
     assert_used_up(database, team)
     with database.writing() as session:
-        queue.heartbeat(session, fence, 15.0)
+        queue.renew_lease(session, fence, 15.0)
         queue.succeed(session, fence, {})
     in_transaction(database, quotas.set_quota, team, 3.0)
     found = claim(database)

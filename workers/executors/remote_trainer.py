@@ -54,7 +54,8 @@ class Terms:
 
 
 def handle_of(job_id: str, attempt: int, number: int = 1) -> str:
-    """The name of a launch: of the job's attempt and, if all ranks had to start again, its number in it."""
+    """The name of a launch: job and attempt and, from the second launch of an attempt on, its number (all
+    ranks had to start again)."""
     return f"accrue-{job_id}-{attempt}" + (f".{number}" if number > 1 else "")
 
 

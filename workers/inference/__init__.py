@@ -1,1 +1,1 @@
-"""Answers requests with base and tuned models."""
+"""Answers requests with base and trained models."""

@@ -79,7 +79,7 @@ class Batch:
         return padded <= tokens_at_most and (is_even or not self.rows)
 
     def join(self, choices: Sequence[Choice]) -> Iterator[tuple[Choice, Tensor]]:
-        """Reads the prompt of choices, which are of the same prompt, and adds them as rows.
+        """Reads the prompt that these choices share, and adds them as rows.
 
         Yields:
             Each choice with the logits after its prompt.

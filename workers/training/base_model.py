@@ -31,7 +31,7 @@ from workers.training.model_files import check_tokenizer, stage, weight_files
 from workers.training.model_parts import padding_token
 from workers.training.score_head import (
     LANGUAGE_HEADS,
-    FilesHead,
+    SavedHead,
     ScoreHead,
     arrange,
     configure,
@@ -297,7 +297,7 @@ def _read(
 
 
 def _with_head(
-    model: Any, head: ScoreHead, found: dict[str, Any], in_files: FilesHead
+    model: Any, head: ScoreHead, found: dict[str, Any], in_files: SavedHead
 ) -> tuple[dict[str, Any], list[str]]:
     """Initialises the head, unless the files hold it. Returns what was found in them, apart from heads, and a
     note if they hold another one."""

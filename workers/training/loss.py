@@ -507,7 +507,7 @@ def boundaries(batch: MicroBatch) -> dict[str, Any]:
 
 
 def takes(model: Any, argument: str) -> bool:
-    """Whether a model's forward pass has an argument."""
+    """Whether a model's forward pass accepts this argument."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     parameters = inspect.signature(inner.forward).parameters
     return argument in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())

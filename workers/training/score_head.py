@@ -35,7 +35,7 @@ class ScoreHead:
 
 
 @dataclass(frozen=True)
-class FilesHead:
+class SavedHead:
     """The head that a model's files hold."""
 
     names: tuple[str, ...]
@@ -45,7 +45,7 @@ class FilesHead:
     another head, or none."""
 
 
-def configure(config: Any, head: ScoreHead) -> FilesHead:
+def configure(config: Any, head: ScoreHead) -> SavedHead:
     """Makes a model's config that of a model with the head. Returns what the files hold."""
     names = tuple(map(str, config.id2label.values())) if scores_sequences(config) else ()
     order = None
@@ -56,7 +56,7 @@ def configure(config: Any, head: ScoreHead) -> FilesHead:
     config.id2label = dict(enumerate(head.names))
     config.label2id = {name: number for number, name in enumerate(head.names)}
     config.problem_type = "single_label_classification" if len(head.names) > 1 else None
-    return FilesHead(names, order)
+    return SavedHead(names, order)
 
 
 def arrange(layer: nn.Linear, order: Sequence[int]) -> None:

@@ -30,7 +30,7 @@ export function playground(job, signal) {
     await Promise.all(sides.map((each) => each.answer(message.value, Number(temperature.value), asChat.checked, own)));
     asking = null;
     button.textContent = "Ask";
-    if (!signal.aborted) announce(own.aborted ? "Stopped." : "Both sides have ended.");
+    if (!signal.aborted) announce(own.aborted ? "Stopped." : "Both answers are complete.");
   }
 
   return h(

@@ -1,4 +1,4 @@
-"""Frees the disk of a machine whose files are in object storage, too: deletes run directories that it no
+"""Frees disk space on a machine whose files are also in object storage: deletes run directories that it no
 longer needs, and copies that nobody has used for long."""
 
 import threading
@@ -23,7 +23,7 @@ _UNUSED_SECONDS = 7 * 24 * 3600.0
 _EVERY_SECONDS = 3600.0
 
 
-class Scratch:
+class DiskCleaner:
     """Looks for what can be deleted, every hour, in a thread of its own.
 
     Args:
@@ -37,7 +37,7 @@ class Scratch:
     def start(self) -> None:
         """Begins, if there is object storage."""
         if self._settings.object_storage:
-            threading.Thread(target=self._work, daemon=True, name="scratch").start()
+            threading.Thread(target=self._work, daemon=True, name="disk cleaner").start()
 
     def end(self) -> None:
         """Deletes nothing more."""
