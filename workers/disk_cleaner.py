@@ -4,15 +4,16 @@ longer needs, and copies that nobody has used for long."""
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import structlog
 
 from app.errors import Unavailable
 from app.settings import Settings
 from app.storage import copies
+from app.storage.database import Database
 from app.storage.disk import remove_tree
-from app.storage.objects import ObjectStorage, object_storage
+from app.storage.objects import Damaged, Manifest, ObjectStorage, object_storage
+from app.storage.tables import Job
 from workers.run_directory import RunDirectory, RunDirectoryInUse
 
 log = structlog.get_logger("accrue.worker")
@@ -30,8 +31,8 @@ class DiskCleaner:
         running: returns the ids of the jobs that run on this machine.
     """
 
-    def __init__(self, settings: Settings, running: Callable[[], set[str]]) -> None:
-        self._settings, self._running = settings, running
+    def __init__(self, settings: Settings, database: Database, running: Callable[[], set[str]]) -> None:
+        self._settings, self._database, self._running = settings, database, running
         self._ended = threading.Event()
 
     def start(self) -> None:
@@ -62,31 +63,37 @@ class DiskCleaner:
         storage = object_storage(self._settings)
         if storage is None:
             return
-        for copy in copies.unused(self._settings, _UNUSED_SECONDS):
-            remove_tree(copy)
-            log.info("a copy was deleted", path=str(copy))
+        for copy in copies.remove_unused(self._settings, _UNUSED_SECONDS):
+            log.info("an unused copy was deleted", path=str(copy))
         for path in self._settings.runs_dir.glob("ftjob-*"):
-            run = RunDirectory(path)
-            if path.name not in self._running() and self._is_needless(run, storage) and _remove(run):
-                log.info("a run directory was deleted, whose files are in object storage", job=path.name)
+            if self._clean_run(RunDirectory(path), storage):
+                log.info("a run directory that is not needed here was deleted", job=path.name)
 
-    def _is_needless(self, run: RunDirectory, storage: ObjectStorage) -> bool:
-        """Whether a run directory, which this machine has put into the storage, was replaced there by a later
-        attempt's, or deleted with its job; or has not changed for long, and is there completely."""
+    def _clean_run(self, run: RunDirectory, storage: ObjectStorage) -> bool:
+        """Deletes a run directory if it is not needed here. Returns whether it did."""
         if run.stored_in() != self._settings.object_storage:
             return False
-        newest, own = copies.stored_run(storage, run.path.name).newest(), copies.attempt_of_run(run.path)
-        if newest is None or newest.attempt > own:
+        job_id, own = run.path.name, copies.attempt_of_run(run.path)
+        try:
+            newest = copies.stored_run(storage, job_id).newest()
+            if not self._is_needless(job_id, run, own, newest):
+                return False
+            with run.locked(wait_seconds=0):
+                is_same = own == copies.attempt_of_run(run.path) and job_id not in self._running()
+                return is_same and remove_tree(run.path)
+        except (Damaged, RunDirectoryInUse, OSError):
+            return False
+
+    def _is_needless(self, job_id: str, run: RunDirectory, own: int, newest: Manifest | None) -> bool:
+        """Whether a run directory that was put into the storage was replaced there by a later attempt's, or
+        deleted with its job; or has not changed for long, and is there completely."""
+        if own == 0:
+            return False  # it was fetched just now
+        if newest is None:
+            with self._database.reading() as session:
+                return session.get(Job, job_id) is None
+        if newest.attempt > own:
             return True
         changed = (run.path / "spec.json").stat().st_mtime
         is_whole = "outcome.json" in newest.files and newest.attempt == own
         return is_whole and changed < time.time() - _UNUSED_SECONDS
-
-
-def _remove(run: RunDirectory) -> bool:
-    """Deletes a run directory, unless a trainer works in it."""
-    try:
-        with run.locked(wait_seconds=0):
-            return remove_tree(Path(run.path))
-    except (RunDirectoryInUse, OSError):
-        return False

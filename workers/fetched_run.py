@@ -1,6 +1,7 @@
 """Fetches what a claimed job needs from object storage, before its trainer is started: its run directory, if
 another machine worked on it last, and its data and models."""
 
+import errno
 import os
 import signal
 import threading
@@ -29,6 +30,9 @@ class Inputs:
     validation_file: str | None
     model_path: str
     layer_paths: tuple[str, ...]
+    stored_attempt: int = 0
+    """The attempt under which the run directory is stored: the job's, or a later one if object storage has
+    later ones already, as it does after an older database was restored."""
 
 
 def find_inputs(spec: Spec, settings: Settings) -> Inputs:
@@ -52,8 +56,8 @@ def find_inputs(spec: Spec, settings: Settings) -> Inputs:
 
 def fetch_run(
     settings: Settings, storage: ObjectStorage, fence: Fence, is_cancelled: Callable[[], bool]
-) -> None:
-    """Makes this machine's run directory the newest one of the job.
+) -> int:
+    """Makes this machine's run directory the newest one of the job. Returns `Inputs.stored_attempt`.
 
     Raises:
         Unavailable: the object storage cannot be used.
@@ -62,23 +66,26 @@ def fetch_run(
         OSError: the disk is full.
     """
     run = RunDirectory(settings.runs_dir / fence.job_id)
-    own = copies.attempt_of_run(run.path)
-    if own == fence.attempt - 1 and own > 0:
-        return  # nobody else has worked on it since
     stored = copies.stored_run(storage, fence.job_id)
-    newest = stored.newest()
+    own, newest = copies.attempt_of_run(run.path), stored.newest()
+    attempt = max(fence.attempt, 0 if newest is None else newest.attempt + 1)
+    if own == fence.attempt - 1 and own > 0:
+        return attempt  # nobody else has worked on it since
     if newest is None or newest.attempt <= own:
-        return
+        return attempt
     incoming = settings.copies_dir / "incoming" / f"{fence.job_id}.{fence.attempt}"
     try:
         fetched = stored.fetch(incoming, lambda path: "model" not in path.split("/")[:2])
-        if fetched is None or is_cancelled():
-            return
         if run.path.exists():
             with run.locked():
-                remove_tree(run.path)
-        move_into_place(incoming, run.path)
-        log.info("run directory fetched", job=fence.job_id, version=fetched.name)
+                if fetched is None or is_cancelled():
+                    return attempt
+                if not remove_tree(run.path):
+                    raise OSError(errno.ENOTEMPTY, "the earlier run directory cannot be deleted")
+        if fetched is not None and not is_cancelled():
+            move_into_place(incoming, run.path)
+            log.info("run directory fetched", job=fence.job_id, version=fetched.name)
+        return attempt
     finally:
         remove_tree(incoming)
 

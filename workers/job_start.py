@@ -15,7 +15,7 @@ from app.settings import Settings
 from app.storage import copies
 from app.storage.database import Database, is_unavailable
 from app.storage.disk import is_full
-from app.storage.objects import ObjectStorage, object_storage
+from app.storage.objects import Damaged, object_storage
 from app.storage.tables import Job
 from workers.fetched_run import FetchingTrainer
 from workers.job_end import RETRY_SECONDS, end_attempt
@@ -91,13 +91,15 @@ class JobStart:
             trainer.inputs,
         )
         started.waited_until = running.waited_until
-        started.upload = self._upload(started, storage)
+        assert trainer.inputs is not None  # `go_on` has checked it
+        started.upload = RunUpload(
+            started.run,
+            copies.stored_run(storage, job.id),
+            self.settings,
+            trainer.inputs.stored_attempt,
+            _UPLOAD_PATIENCE_SECONDS,
+        )
         return started
-
-    def _upload(self, running: Running, storage: ObjectStorage) -> RunUpload:
-        stored = copies.stored_run(storage, running.fence.job_id)
-        url, attempt = str(self.settings.object_storage), running.fence.attempt
-        return RunUpload(running.run, stored, url, attempt, _UPLOAD_PATIENCE_SECONDS)
 
     def _end_unstarted(self, fence: Fence, error: Exception) -> None:
         if isinstance(error, LostJob):
@@ -110,7 +112,8 @@ class JobStart:
                 queue.postpone(session, fence, transient, RETRY_SECONDS["disk_full"])
             return
         permanent = isinstance(error, DamagedRunDirectory)
-        failure = Failure(code="not_started", message=why_not_started(error), permanent=permanent)
+        message = error.message if isinstance(error, Damaged) else why_not_started(error)
+        failure = Failure(code="not_started", message=message, permanent=permanent)
         end_attempt(self.database, fence, failure)
 
 
@@ -121,7 +124,7 @@ def _transient_reason(error: Exception) -> str | None:
         return DISK_FULL_FAILURE.message
     if isinstance(error, DBAPIError) and is_unavailable(error):
         return "the database could not be used when the job was to start"
-    if isinstance(error, Unavailable):
+    if isinstance(error, Unavailable) and not isinstance(error, Damaged):
         return "the object storage could not be used when the job was to start"
     if isinstance(error, RunDirectoryInUse):
         return "an earlier trainer of the job has not ended yet"

@@ -5,7 +5,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import structlog
 
@@ -70,8 +70,8 @@ class Launcher:
         spec = Spec.model_validate(job.spec)
 
         def fetch(is_cancelled: Callable[[], bool]) -> Inputs:
-            fetch_run(self.settings, storage, fence, is_cancelled)
-            return find_inputs(spec, self.settings)
+            attempt = fetch_run(self.settings, storage, fence, is_cancelled)
+            return replace(find_inputs(spec, self.settings), stored_attempt=attempt)
 
         return Running(
             fence,

@@ -430,9 +430,10 @@ class RunDirectory:
 
         Raises:
             RunDirectoryInUse: another process still holds it after the wait.
+            NotPlain: the trainer has put a link or a pipe in the lock's place.
         """
         deadline = time.monotonic() + wait_seconds
-        with (self.path / "lock").open("w") as lock:
+        with append_plain(self.path / "lock") as lock:
             while True:
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

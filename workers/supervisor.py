@@ -82,7 +82,9 @@ class Supervisor:
         """The devices that no job has claimed in this turn."""
         self.locks = DeviceLocks(self.settings)
         self.offers = Offers(self.settings)
-        self.disk_cleaner = DiskCleaner(self.settings, lambda: {each.fence.job_id for each in self._alive()})
+        self.disk_cleaner = DiskCleaner(
+            self.settings, self.database, lambda: {each.fence.job_id for each in self._alive()}
+        )
         self.making_way = MakingWay(self.settings, self.database, self.id)
         launcher = Launcher(self.settings, self.database, self.executor)
         self.start = JobStart(self.settings, self.database, launcher)
@@ -197,7 +199,9 @@ class Supervisor:
         elif running.trainer.status() is not None:
             if self.stopped and now > running.lease_until:
                 self._release(running)  # its end could not be stored: the next worker claims the job
-        elif running.requested == "stop" and not running.run.finish_requested():
+        elif running.requested == "stop" and not (
+            isinstance(running.trainer, FetchingTrainer) or running.run.finish_requested()
+        ):
             running.run.request_finish()
         elif running.requested in ("pause", "cancel") and not running.interrupted_because:
             self._interrupt(running, "paused" if running.requested == "pause" else "cancelled")
@@ -361,7 +365,8 @@ class Supervisor:
                 self.running += [] if successor is None else [successor]
                 self._release(running)
             return
-        if status is not None and running.upload is not None and not self.hurried:
+        is_awaited = not self.hurried and running.requested != "cancel"
+        if status is not None and running.upload is not None and is_awaited:
             status = status if running.upload.finish() else None
         if status is not None:
             self._check_device(running)

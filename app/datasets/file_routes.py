@@ -131,15 +131,16 @@ def _stored(
         copies.store_file(settings, path)
         with database.writing() as session:
             replayed = idempotency.replay(session)
-            if replayed is not None:
-                files.discard(settings, path)  # a repeated request: the file is stored under another id
-                return replayed
-            row = files.add(
-                session, path, checked, filename=name, purpose=purpose, duplicate_id=duplicate_id,
-                most_bytes=settings.max_stored_bytes,
-            )  # fmt: skip
-            made = answer(row)
-            idempotency.remember(session, made)
+            if replayed is None:
+                row = files.add(
+                    session, path, checked, filename=name, purpose=purpose, duplicate_id=duplicate_id,
+                    most_bytes=settings.max_stored_bytes,
+                )  # fmt: skip
+                made = answer(row)
+                idempotency.remember(session, made)
+        if replayed is not None:
+            files.discard(settings, path)  # a repeated request: the file is stored under another id
+            return replayed
     return made
 
 

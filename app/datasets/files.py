@@ -42,15 +42,16 @@ def incoming(settings: Settings) -> Iterator[Path]:
     except BaseException as error:
         if not (isinstance(error, DBAPIError) and error.connection_invalidated):
             discard(settings, path)
-            pending.settle(path)
         raise
-    pending.settle(path)
+    if path.exists():
+        pending.settle(path)
 
 
 def discard(settings: Settings, path: Path) -> None:
-    """Deletes a new file that gets no row."""
-    if path.exists():
-        copies.remove_file(settings, path.name)
+    """Deletes a new file that gets no row. If the object storage cannot be used, the next start of the
+    service tries again."""
+    if not path.exists() or copies.remove_file(settings, path.name):
+        pending.settle(path)
 
 
 def add(

@@ -25,6 +25,8 @@ _STEPS_POLL_SECONDS = 10.0
 _PAUSE_SECONDS = 0.02
 """Between two parts of a long deletion, so that other writers get a turn."""
 _AT_ONCE = 100
+_UNUSED_COPY_SECONDS = 7 * _DAY
+"""Copies of what is in object storage are deleted if nobody has used them for so long."""
 
 
 def delete_job(database: Database, settings: Settings, job_id: str) -> None:
@@ -149,6 +151,7 @@ class Retention:
         return 0
 
     def _delete_by_age(self) -> int:
+        copies.remove_unused(self._settings, _UNUSED_COPY_SECONDS)
         days = self._settings.retention_days
         return 0 if days is None else delete_expired(self._database, self._settings, days)
 

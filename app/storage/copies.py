@@ -5,20 +5,19 @@ used only if no later attempt of the job, on another machine, has stored its own
 the folder `copies`, which may be deleted at any time.
 """
 
-import contextlib
 import fcntl
 import json
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from app.contract.plain_files import read_plain
 from app.errors import Unavailable
 from app.settings import Settings
 from app.storage.disk import remove_tree
-from app.storage.objects import Damaged, Manifest, ObjectStorage, StoredFolder, object_storage
+from app.storage.objects import Manifest, ObjectStorage, StoredFolder, object_storage
 
 _CONTENT = "content"
 """The name of a file's content, in its folder in object storage."""
@@ -74,7 +73,7 @@ def remove_stored_models(settings: Settings, job_id: str) -> None:
     cannot be deleted now is deleted with the job."""
     for kind in ("runs", "exports"):
         remove_tree(settings.copies_dir / kind, job_id)
-    with contextlib.suppress(Unavailable):
+    with suppress(Unavailable):
         storage = object_storage(settings)
         if storage is None:
             return
@@ -127,15 +126,14 @@ def path_of_run(settings: Settings, job_id: str, *within: str) -> Path:
         within: the part, name by name: a file, or a folder with all that is in it.
 
     Raises:
-        Unavailable: the object storage cannot be used, or has damaged the files.
+        Damaged, Unavailable: the object storage has damaged the files, or cannot be used.
     """
     own = settings.runs_dir / job_id
     newer = _newer_elsewhere(settings, job_id)
     if newer is None:
         return own
-    copy = settings.copies_dir / "runs" / job_id
-    part = "/".join(within)
-    _fetch(newer, copy, part)
+    copy = settings.copies_dir / "runs" / job_id / "-".join(within)  # nobody waits for another part
+    _fetch(newer, copy, "/".join(within))
     return copy
 
 
@@ -143,7 +141,7 @@ def path_of_export(settings: Settings, job_id: str, export_id: str, attempt: int
     """The folder of an export's attempt on this machine.
 
     Raises:
-        Unavailable: the object storage cannot be used, or has damaged the files.
+        Damaged, Unavailable: the object storage has damaged the files, or cannot be used.
     """
     own = settings.runs_dir / job_id / "exports" / export_id / str(attempt)
     storage = object_storage(settings)
@@ -154,15 +152,23 @@ def path_of_export(settings: Settings, job_id: str, export_id: str, attempt: int
     return copy
 
 
-def unused(settings: Settings, seconds: float) -> list[Path]:
-    """The copies that were not used for so long, and what was left of interrupted ones."""
-    before = time.time() - seconds
-    found = [path for path in (settings.copies_dir / "incoming").glob("*") if path.stat().st_mtime < before]
-    for kind in ("files/*.lock", "runs/*.lock", "exports/*/*.lock"):
-        for lock in settings.copies_dir.glob(kind):
-            if lock.stat().st_mtime < before:
-                found.append(lock.with_suffix(""))
-    return [path for path in found if path.exists()]
+def remove_unused(settings: Settings, seconds: float) -> list[Path]:
+    """Deletes the copies that were not used for so long, and what interrupted work has left. Returns them."""
+    before, removed = time.time() - seconds, []
+    for kind in ("incoming/*", "outgoing/*"):
+        for path in settings.copies_dir.glob(kind):
+            if path.stat().st_mtime < before and remove_tree(path):
+                removed.append(path)
+    for kind in ("files/*.lock", "runs/*/*.lock", "exports/*/*.lock"):
+        for path in settings.copies_dir.glob(kind):
+            with suppress(FileNotFoundError, BlockingIOError), path.open("r+") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if path.stat().st_mtime < before and remove_tree(
+                    path.with_name(path.name.removesuffix(".lock"))
+                ):
+                    removed.append(path.with_name(path.name.removesuffix(".lock")))
+                    path.unlink()
+    return removed
 
 
 def checkpoint_names(settings: Settings, job_id: str) -> set[str]:
@@ -181,7 +187,7 @@ def checkpoint_names(settings: Settings, job_id: str) -> set[str]:
 
 def attempt_of_run(folder: Path) -> int:
     """The attempt whose trainer worked last in a run directory; 0 if none has."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+    with suppress(OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return int(json.loads(read_plain(folder, "spec.json") or b"{}")["attempt"])
     return 0
 
@@ -201,10 +207,7 @@ def _newer_elsewhere(settings: Settings, job_id: str) -> StoredFolder | None:
 def _fetch(stored: StoredFolder, copy: Path, part: str = "") -> None:
     """Makes a copy contain what is stored now, or a part of it."""
     with _locked(copy):
-        try:
-            stored.fetch(copy, lambda path: not part or path == part or path.startswith(f"{part}/"))
-        except Damaged as error:
-            raise Unavailable(f"In the object storage, {error}: restore it, or delete the job.") from None
+        stored.fetch(copy, lambda path: not part or path == part or path.startswith(f"{part}/"))
 
 
 @contextmanager

@@ -43,8 +43,13 @@ _ATTEMPTS_TO_FETCH = 5
 """How often a folder is fetched if its version is replaced meanwhile."""
 
 
-class Damaged(Exception):
-    """An object does not have the content that its manifest names."""
+class Damaged(Unavailable):
+    """Object storage does not have what a manifest names, or no manifest that can be read."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            f"In the object storage, {what}: restore it from a backup, or delete what it belongs to."
+        )
 
 
 def _relative(path: str) -> str:
@@ -121,9 +126,13 @@ class ObjectStorage:
                 size += len(block)
                 with _reported():
                     target.write(block)
-        finally:
-            with _reported():
+        except BaseException:
+            with contextlib.suppress(Exception):
                 target.close()
+                self.delete(key)  # only a part of it was stored
+            raise
+        with _reported():
+            target.close()
         return size, digest.hexdigest()
 
     def read(self, key: str) -> bytes:
@@ -132,7 +141,7 @@ class ObjectStorage:
         Raises:
             FileNotFoundError: there is no such object.
         """
-        with _reported():
+        with _reported(may_be_missing=True):
             return bytes(self._system.cat_file(self._path(key)))
 
     def read_into(self, key: str, file: BinaryIO) -> tuple[int, str]:
@@ -143,11 +152,11 @@ class ObjectStorage:
             OSError: the file cannot be written.
         """
         digest, size = hashlib.sha256(), 0
-        with _reported():
+        with _reported(may_be_missing=True):
             source = self._system.open(self._path(key), "rb", block_size=_OBJECT_BLOCK)
         with contextlib.closing(source):
             while True:
-                with _reported():
+                with _reported(may_be_missing=True):
                     block = source.read(_OBJECT_BLOCK)
                 if not block:
                     return size, digest.hexdigest()
@@ -158,7 +167,7 @@ class ObjectStorage:
     def names(self, folder: str) -> list[str]:
         """The names of the objects in a folder, without those in folders in it; empty if there is none."""
         try:
-            with _reported():
+            with _reported(may_be_missing=True):
                 found = self._system.ls(self._path(folder), detail=True)
         except FileNotFoundError:
             return []
@@ -172,13 +181,15 @@ class ObjectStorage:
 
     def delete(self, key: str) -> None:
         """Deletes an object, if it exists."""
-        with contextlib.suppress(FileNotFoundError), _reported():
+        with contextlib.suppress(FileNotFoundError), _reported(may_be_missing=True):
             self._system.rm_file(self._path(key))
 
     def delete_folder(self, folder: str) -> None:
         """Deletes everything below a folder."""
-        with contextlib.suppress(FileNotFoundError), _reported():
+        with contextlib.suppress(FileNotFoundError), _reported(may_be_missing=True):
             self._system.rm(self._path(folder), recursive=True)
+            if self._system.find(self._path(folder)):  # some clients leave out what they cannot delete
+                raise PermissionError("some objects cannot be deleted")
 
     def _path(self, key: str) -> str:
         return f"{self._root.rstrip('/')}/{key}"
@@ -193,13 +204,18 @@ def _protocols(system: Any) -> tuple[str, ...]:
 
 
 @contextlib.contextmanager
-def _reported() -> Iterator[None]:
-    """Reports whatever the storage's client raises, except that an object does not exist."""
+def _reported(*, may_be_missing: bool = False) -> Iterator[None]:
+    """Reports whatever the storage's client raises.
+
+    Args:
+        may_be_missing: whether it is no failure that an object does not exist (FileNotFoundError). A client
+            raises this for a missing bucket, too.
+    """
     try:
         yield
-    except FileNotFoundError:
-        raise
     except Exception as error:  # each client has errors of its own
+        if may_be_missing and isinstance(error, FileNotFoundError):
+            raise
         log.warning("the object storage cannot be used", error=f"{type(error).__name__}: {error}"[:500])
         raise Unavailable(
             "The object storage (ACCRUE_OBJECT_STORAGE) cannot be used at the moment: the service's log has "
@@ -228,14 +244,27 @@ class StoredFolder:
         self._storage, self.prefix = storage, prefix
 
     def newest(self) -> Manifest | None:
-        """The newest version; None if there is none."""
-        for name in sorted(filter(_MANIFEST.fullmatch, self._storage.names(self.prefix)), reverse=True):
-            with contextlib.suppress(FileNotFoundError):  # replaced just now: a newer one follows
-                try:
-                    return Manifest.model_validate_json(self._storage.read(f"{self.prefix}/{name}"))
-                except ValidationError:
-                    log.warning("a manifest in the object storage is damaged", folder=self.prefix, name=name)
-        return None
+        """The newest version; None if there is none.
+
+        Raises:
+            Damaged: there are versions, but the manifest of none of them can be read.
+            Unavailable: the storage cannot be used.
+        """
+        for _ in range(_ATTEMPTS_TO_FETCH):
+            names = sorted(filter(_MANIFEST.fullmatch, self._storage.names(self.prefix)), reverse=True)
+            if not names:
+                return None
+            damaged = 0
+            for name in names:
+                with contextlib.suppress(FileNotFoundError):  # replaced just now
+                    try:
+                        return Manifest.model_validate_json(self._storage.read(f"{self.prefix}/{name}"))
+                    except ValidationError:
+                        log.warning("a stored manifest is damaged", folder=self.prefix, name=name)
+                        damaged += 1
+            if damaged == len(names):
+                break
+        raise Damaged(f"no manifest of {self.prefix} can be read")
 
     def store(self, attempt: int, number: int, path: str, file: BinaryIO, **limits: int) -> StoredFile:
         """Stores a file of a version whose manifest is written later (`publish`).
@@ -261,6 +290,10 @@ class StoredFolder:
             written = _VERSIONED.match(key)
             if written and int(written[1]) <= manifest.attempt and key not in kept:
                 self._storage.delete(full)
+
+    def delete_version(self, manifest: Manifest) -> None:
+        """Deletes the objects that were stored for a version that is not published."""
+        self._storage.delete_folder(f"{self.prefix}/{manifest.attempt:06d}/{manifest.number:06d}")
 
     def delete(self) -> None:
         """Deletes all of it."""
@@ -309,7 +342,7 @@ class StoredFolder:
 
     def _fetch_file(self, file: StoredFile, target: Path) -> None:
         target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        partial = target.with_name(f".{target.name}.fetched")
+        partial = target.with_name(".fetching")
         try:
             with create_plain(partial) as content:
                 found = self._storage.read_into(f"{self.prefix}/{file.key}", content)

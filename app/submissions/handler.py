@@ -101,20 +101,33 @@ class SubmissionHandler(ABC):
             if stored is not None:
                 copies.store_file(self.settings, path)
             with database.writing() as session:
-                replayed = self._idempotency.replay(session)
-                if replayed is not None:
-                    files.discard(self.settings, path)  # the job stored first has its own file
-                    return replayed
-                self.check_in_transaction(session)
-                submissions = [each.submission for each in checked]
-                if stored is not None:
-                    most = self.settings.max_stored_bytes
-                    submissions = [_add_file(session, checked[0], path, stored, duplicate_id, most)]
-                check_limits(session, self.settings, len(submissions))
-                jobs = [self._submit(session, each) for each in submissions]
-                answer = self.answer(session, jobs)
-                self._idempotency.remember(session, answer, self.status)
-                fail_point("service.committing")
+                response = self._idempotency.replay(session)
+                is_repeated = response is not None
+                if response is None:
+                    response = self._store(session, checked, path, stored, duplicate_id)
+            if is_repeated:
+                files.discard(self.settings, path)  # the job stored first has its own file
+        return response
+
+    def _store(
+        self,
+        session: Session,
+        checked: list[AdmittedRequest],
+        path: Path,
+        stored: content.CheckedFile | None,
+        duplicate_id: str | None,
+    ) -> Response:
+        """Stores the jobs in a transaction. Returns the answer."""
+        self.check_in_transaction(session)
+        submissions = [each.submission for each in checked]
+        if stored is not None:
+            most = self.settings.max_stored_bytes
+            submissions = [_add_file(session, checked[0], path, stored, duplicate_id, most)]
+        check_limits(session, self.settings, len(submissions))
+        jobs = [self._submit(session, each) for each in submissions]
+        answer = self.answer(session, jobs)
+        self._idempotency.remember(session, answer, self.status)
+        fail_point("service.committing")
         return as_json(answer, self.status)
 
     def _submit(self, session: Session, submission: Submission) -> Job:

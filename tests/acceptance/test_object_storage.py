@@ -134,6 +134,20 @@ def test_a_job_moves_between_machines_that_share_no_folder(machines: Machines) -
     assert end_of(accrue, moving) == end_of(accrue, whole["id"])
     found = accrue.get(f"/v1/fine_tuning/jobs/{moving}/checkpoints")["data"]
     assert [each["step_number"] for each in found] == [80, 60], found
+    for name in (f"{moving}:ckpt-step-60", moving):  # the first is continued by adapters, then they are, too
+        continued = accrue.submit(
+            model_name=name,
+            dataset_config={"texts": ["one", "two"], "max_length": 16},
+            training_config={"max_steps": 2, "method": "lora"},
+        )
+        assert accrue.ended(continued)["status"] == "succeeded", accrue.job(continued)["error"]
+        moving = continued
+    accrue.start("worker", **machines.variables("c"))
+    exported = accrue.post(f"{TRAINING}/{moving}/exports", {"format": "merged"})["id"]
+    until(lambda: accrue.get(f"{TRAINING}/{moving}/exports/{exported}")["status"] != "queued", 60)
+    until(lambda: accrue.get(f"{TRAINING}/{moving}/exports/{exported}")["status"] != "running", 120)
+    answer = accrue.http.get(f"{TRAINING}/{moving}/exports/{exported}/files")
+    assert answer.is_success, answer.text
     assert accrue.http.delete(f"{TRAINING}/{moving}").is_success
 
 

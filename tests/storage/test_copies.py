@@ -1,5 +1,7 @@
 """Files of other machines: two data folders over one object storage."""
 
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -52,7 +54,7 @@ def trained(machine: Settings, storage: ObjectStorage, attempt: int, text: str, 
     (run.model / "config.json").write_text(text)
     (run.checkpoints / f"step-{attempt}").mkdir(parents=True)
     (run.checkpoints / f"step-{attempt}" / "state").write_text(text)
-    upload = RunUpload(run, copies.stored_run(storage, job_id), str(machine.object_storage), attempt, 10)
+    upload = RunUpload(run, copies.stored_run(storage, job_id), machine, attempt, 10)
     upload.finish()
     upload._thread.join(30)
     assert upload.finish()
@@ -153,7 +155,7 @@ def test_what_the_storage_could_not_delete_is_deleted_at_the_next_start(
 
 
 def test_a_machine_deletes_what_it_no_longer_needs(
-    here: Settings, there: Settings, storage: ObjectStorage
+    here: Settings, there: Settings, storage: ObjectStorage, database: Database
 ) -> None:
     for job_id in ("ftjob-kept", "ftjob-moved", "ftjob-deleted", "ftjob-runs"):
         trained(here, storage, 1, "1", job_id)
@@ -161,9 +163,36 @@ def test_a_machine_deletes_what_it_no_longer_needs(
     trained(there, storage, 2, "2", "ftjob-moved")
     trained(there, storage, 2, "2", "ftjob-runs")
     copies.stored_run(storage, "ftjob-deleted").delete()
-    DiskCleaner(here, lambda: {"ftjob-runs"}).clean()
+    DiskCleaner(here, database, lambda: {"ftjob-runs"}).clean()
     left = {path.name for path in here.runs_dir.iterdir()}
     assert left == {"ftjob-kept", "ftjob-runs", "ftjob-never-stored"}
+
+
+def test_a_machine_keeps_what_a_storage_that_looks_empty_may_have(
+    here: Settings, storage: ObjectStorage, database: Database, tmp_path: Path
+) -> None:
+    job_id = submitted(database)
+    trained(here, storage, 1, "1", job_id)
+    trained(here, storage, 1, "1", "ftjob-damaged")
+    [manifest] = (tmp_path / "bucket/runs/ftjob-damaged").glob("*.json")
+    manifest.write_text("{")
+    DiskCleaner(here, database, set).clean()
+    (tmp_path / "bucket").rename(tmp_path / "unmounted")
+    DiskCleaner(here, database, set).clean()
+    left = {path.name for path in here.runs_dir.iterdir()}
+    assert job_id in left  # its row says that it exists
+
+
+def test_unused_copies_are_deleted(here: Settings, there: Settings, storage: ObjectStorage) -> None:
+    trained(there, storage, 1, "1")
+    copy = run_files.model_dir(here, JOB)
+    run_files.completions(here, JOB)
+    assert copies.remove_unused(here, 60) == []
+    week_ago = time.time() - 7 * 86400
+    os.utime(copy.parent.with_name("model.lock"), (week_ago, week_ago))
+    assert copies.remove_unused(here, 3600) == [copy.parent]
+    assert not copy.exists()
+    assert run_files.model_dir(here, JOB).is_dir()
 
 
 def test_a_manifest_names_its_version() -> None:

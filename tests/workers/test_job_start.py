@@ -78,7 +78,7 @@ def test_a_job_waits_while_the_storage_cannot_be_used(
     assert claim(database) is None  # it waits a while
 
 
-def test_a_job_whose_objects_are_damaged_fails_after_some_attempts(
+def test_an_attempt_whose_objects_are_damaged_counts_as_failed(
     start: JobStart, database: Database, machine: Settings, tmp_path: Path
 ) -> None:
     (machine.files_dir / "file-1").write_text("samples")
@@ -91,7 +91,8 @@ def test_a_job_whose_objects_are_damaged_fails_after_some_attempts(
     assert isinstance(trainer.error, Unavailable)
     assert "are missing" in trainer.error.message
     assert start.go_on(running, trainer) is None
-    assert job(database, fence.job_id).status == "queued"
+    found = job(database, fence.job_id)
+    assert (found.status, found.failures) == ("queued", 1)
 
 
 def test_a_job_is_interrupted_while_it_is_fetched(

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from app.contract.plain_files import NotPlain
 from app.errors import Unavailable
 from app.jobs.transitions import Fence
 from app.settings import Settings
@@ -42,8 +43,8 @@ def run(settings: Settings) -> RunDirectory:
 
 
 @pytest.fixture
-def upload(run: RunDirectory, stored: StoredFolder) -> Iterator[RunUpload]:
-    upload = RunUpload(run, stored, "file:///bucket", 1, 0.0)
+def upload(settings: Settings, run: RunDirectory, stored: StoredFolder) -> Iterator[RunUpload]:
+    upload = RunUpload(run, stored, settings, 1, 1.0)
     yield upload
     upload.cancel()
 
@@ -69,7 +70,7 @@ def test_only_what_has_changed_is_stored_again(
     checkpoint = "checkpoints/step-00000002/state.json"
     assert second.files[checkpoint] == first.files[checkpoint]
     assert second.files["metrics.jsonl"].bytes == len('{"step":1}\n') * 2
-    assert run.stored_in() == "file:///bucket"
+    assert run.stored_in() == "None"
 
 
 def test_the_last_version_has_the_results(run: RunDirectory, upload: RunUpload, stored: StoredFolder) -> None:
@@ -97,24 +98,61 @@ def test_links_and_pipes_of_a_trainer_are_left_out(
     assert set(uploaded(stored, 1).files) == {"checkpoints/step-00000002/state.json", "metrics.jsonl"}
 
 
-def test_a_checkpoint_that_disappears_meanwhile_is_not_part_of_a_version(
+def test_a_checkpoint_that_is_deleted_while_it_is_stored_is_stored_completely(
     run: RunDirectory, upload: RunUpload, stored: StoredFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = StoredFolder.store
 
-    def deleting(
-        self: StoredFolder, attempt: int, number: int, path: str, *rest: object, **more: int
-    ) -> object:
+    def deleting(self: StoredFolder, *rest: object, **more: int) -> object:
         remove_tree(run.checkpoints, "step-00000002")
-        return plain(self, attempt, number, path, *rest, **more)  # type: ignore[arg-type]
+        return plain(self, *rest, **more)  # type: ignore[arg-type]
 
-    later = run.checkpoints / "step-00000004"
-    later.mkdir()
-    (later / "state.json").write_text("4")
-    (run.checkpoints / "step-00000002" / "a").write_text("stored first")
+    (run.checkpoints / "step-00000002" / "weights").write_text("2")
     monkeypatch.setattr(StoredFolder, "store", deleting)
     upload.request()
-    assert set(uploaded(stored, 2).files) == {"checkpoints/step-00000004/state.json", "metrics.jsonl"}
+    files = uploaded(stored, 1).files
+    assert {"checkpoints/step-00000002/state.json", "checkpoints/step-00000002/weights"} <= files.keys()
+    upload.request()
+    assert set(uploaded(stored, 2).files) == {"metrics.jsonl"}
+
+
+def test_names_that_no_storage_could_have_are_left_out(
+    run: RunDirectory, upload: RunUpload, stored: StoredFolder
+) -> None:
+    run.model.mkdir()
+    for name in (b"back\\slash", b"\xff\xfe", b"line\nbreak"):
+        (run.model / os.fsdecode(name)).write_text("x")
+    deep = run.model
+    for _ in range(3):
+        deep /= "y" * 200
+    deep.mkdir(parents=True)
+    (deep / "file").write_text("x")
+    (run.model / ("z" * 250)).write_text("kept")
+    until(upload.finish)
+    assert [path for path in uploaded(stored, 1).files if path.startswith("model")] == [f"model/{'z' * 250}"]
+    stored.fetch(run.path.parent / "copy")
+    assert (run.path.parent / "copy" / "model" / ("z" * 250)).read_text() == "kept"
+
+
+def test_a_lock_that_is_a_link_or_a_pipe_is_left_alone(run: RunDirectory, tmp_path: Path) -> None:
+    (tmp_path / "victim").write_text("content")
+    lock = run.path / "lock"
+    lock.symlink_to(tmp_path / "victim")
+    with pytest.raises(NotPlain), run.locked(0):
+        pass
+    assert (tmp_path / "victim").read_text() == "content"
+    lock.unlink()
+    os.mkfifo(lock)
+    with pytest.raises(NotPlain), run.locked(0):
+        pass
+
+
+def test_versions_of_a_restored_database_follow_those_in_the_storage(
+    settings: Settings, storage: ObjectStorage, stored: StoredFolder, run: RunDirectory
+) -> None:
+    wait_for(RunUpload(run, stored, settings, 9, 10))
+    assert fetch_run(settings, storage, Fence(JOB, 2, "worker-1"), lambda: False) == 10
+    assert fetch_run(settings, storage, Fence(JOB, 12, "worker-1"), lambda: False) == 12
 
 
 def test_storage_that_fails_is_tried_again(
@@ -184,7 +222,7 @@ def test_a_run_directory_is_fetched_if_another_machine_has_worked_on_it_since(
     run.metrics.write_text("elsewhere")
     run.model.mkdir()
     (run.model / "config.json").write_text("{}")
-    wait_for(RunUpload(run, stored, "", 2, 10))
+    wait_for(RunUpload(run, stored, settings, 2, 10))
     run.metrics.write_text("here")
     if own:
         worked_on(run, own)
@@ -199,7 +237,7 @@ def test_a_fetch_that_is_no_longer_needed_changes_nothing(
     settings: Settings, storage: ObjectStorage, stored: StoredFolder, run: RunDirectory
 ) -> None:
     run.metrics.write_text("elsewhere")
-    wait_for(RunUpload(run, stored, "", 2, 10))
+    wait_for(RunUpload(run, stored, settings, 2, 10))
     run.metrics.write_text("here")
     fetch_run(settings, storage, Fence(JOB, 4, "worker-1"), lambda: True)
     assert run.metrics.read_text() == "here"
