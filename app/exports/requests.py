@@ -1,7 +1,7 @@
 """Exports as rows: the service inserts them, a worker's export process claims them and stores the result.
 
 The files are in `runs/<job>/exports/<id>/<attempt>` in the data folder, which the service and the worker
-share.
+share, or in object storage.
 """
 
 from dataclasses import dataclass
@@ -68,6 +68,12 @@ def add(session: Session, job_id: str, order: ExportOrder) -> Export:
     session.add(export)
     session.flush()
     return export
+
+
+def exists(session: Session, export_id: str) -> bool:
+    """Whether an export was not deleted."""
+    query = select(Export.id).where(Export.id == export_id)
+    return session.execute(query, execution_options=OF_EVERYONE).first() is not None
 
 
 def of_job(session: Session, job_id: str) -> list[Export]:

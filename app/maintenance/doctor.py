@@ -50,7 +50,7 @@ class Finding:
 
 
 def examine(settings: Settings) -> Iterator[Finding]:
-    """Looks at everything that a service and its workers need, without changing anything."""
+    """Looks at everything that a service and its workers need, leaving nothing behind."""
     yield _data_folder(settings)
     if settings.object_storage:
         yield _object_storage(settings)

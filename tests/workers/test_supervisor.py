@@ -2,6 +2,7 @@
 
 import hashlib
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from app.contract.plan import Plan
 from app.devices import gpus, live_workers
 from app.devices.gpus import DetectedGpu
 from app.jobs import lifecycle, queue, transitions
+from app.jobs.transitions import Fence
 from app.planning.devices import GIB
 from app.settings import Settings
 from app.storage.database import Database
@@ -25,8 +27,11 @@ from tests.harness.runs import small_data, until, write_texts
 from tests.harness.specs import make_spec
 from tests.harness.submissions import submitted
 from workers import temperature
+from workers.fetched_run import FetchingTrainer
 from workers.job_start import JobStart
 from workers.launch import Launcher
+from workers.leases import Running
+from workers.run_directory import INTERRUPTED, RunDirectory
 from workers.slots import Slots
 from workers.supervisor import Supervisor
 
@@ -211,6 +216,23 @@ def test_an_interrupted_trainer_gets_the_time_that_its_checkpoint_takes(
         assert written.exists() == (size > 0)
         ready.unlink()
         written.unlink(missing_ok=True)
+
+
+def test_a_job_that_is_still_being_fetched_can_be_asked_to_stop(
+    supervisor: Supervisor, settings: Settings
+) -> None:
+    waits = threading.Event()
+    run = RunDirectory(settings.runs_dir / "ftjob-1")
+    fetching = FetchingTrainer(lambda is_cancelled: waits.wait(30) and None)  # type: ignore[arg-type, return-value]
+    running = Running(Fence("ftjob-1", 1, supervisor.id), (), fetching, run, 1e9, None, 1.0, 1)
+    running.requested = "stop"
+    supervisor._enforce_limits(running)
+    assert (running.broken, fetching.status()) == (None, None)
+    assert not run.path.exists()
+    running.requested = "pause"
+    supervisor._enforce_limits(running)
+    assert fetching.status() == INTERRUPTED
+    waits.set()
 
 
 def test_a_drained_supervisor_finishes_running_jobs_and_claims_no_more(

@@ -7,7 +7,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -29,6 +28,7 @@ from app.storage.database import Database
 from app.storage.disk import remove_tree
 from app.storage.ids import new_id
 from app.storage.objects import Manifest, object_storage
+from workers import background
 from workers.children import children_of, wait_until_gone
 from workers.exports.protocol import RESULT, ExportTask
 from workers.run_directory import TOKEN_VARIABLE
@@ -101,13 +101,19 @@ def _make(
     if result is not None:
         with database.writing() as session:
             kept = requests.finish(session, process, claimed.id, result)
-    if not kept or result is None or result.error is not None:
+    is_stored_elsewhere = settings.object_storage is not None
+    if is_stored_elsewhere or not kept or result is None or result.error is not None:
         remove_tree(folder)  # each attempt has a folder of its own: another one may go on
         with suppress(OSError):
             folder.parent.rmdir()
+    if not kept and is_stored_elsewhere:
+        with database.reading() as session:
+            is_deleted = not requests.exists(session, claimed.id)
+        if is_deleted:
+            copies.remove_export(settings, claimed.job_id, claimed.id)
     if result is None:
         return
-    if kept and result.error is None:
+    if kept and result.error is None and not is_stored_elsewhere:
         _remove_other_attempts(folder)
     log.info("an export ended", export=claimed.id, job=claimed.job_id, error=result.error)
 
@@ -122,11 +128,20 @@ def _in_child(
 ) -> ExportResult | None:
     """Runs the child to its end. Returns None if the export was deleted or released meanwhile."""
     order = ExportOrder.model_validate(claimed.order)
+    finding = background.begin(
+        lambda: (
+            base_models.path_of(order.model, settings),
+            base_models.layer_paths(order.model, settings),
+            copies.path_of_file(settings, order.data_file).resolve(),
+        )
+    )
+    if not _awaited(finding.done, claimed, process, database, stopped):
+        return None
+    if not finding.done():
+        return ExportResult(error=_TOO_SLOW)
     try:
-        path = base_models.path_of(order.model, settings)
-        layer_paths = base_models.layer_paths(order.model, settings)
-        data_file = copies.path_of_file(settings, order.data_file).resolve()
-    except (ValueError, Unavailable) as error:
+        path, layer_paths, data_file = finding.result()
+    except ValueError as error:
         return ExportResult(error=str(error))
     remove_tree(folder)
     folder.mkdir(parents=True)
@@ -154,11 +169,12 @@ def _in_child(
                 return ExportResult(error=_TOO_SLOW)
             result = _result(Path(temporary)) or ExportResult(error=_CRASHED)
             if result.error is None:
-                with ThreadPoolExecutor(1) as threads:
-                    storing = threads.submit(_store, claimed, folder, settings)
-                    if not _awaited(storing.done, claimed, process, database, stopped):
-                        return None
-                    storing.result()
+                storing = background.begin(lambda: _store(claimed, folder, settings))
+                if not _awaited(storing.done, claimed, process, database, stopped):
+                    return None
+                if not storing.done():
+                    return ExportResult(error=_TOO_SLOW)
+                storing.result()
             return result
         finally:
             inner = children_of(child.pid)

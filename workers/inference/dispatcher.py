@@ -4,6 +4,7 @@ import contextlib
 import select
 import time
 from collections import deque
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
@@ -21,6 +22,7 @@ from app.models import base_models
 from app.settings import Settings
 from app.storage.database import ChangeDetector, Database
 from app.storage.disk import remove_tree
+from workers import background
 from workers.inference import engine_folders
 from workers.inference.coalescing import coalesced
 from workers.inference.engine_process import EngineProcess
@@ -103,6 +105,8 @@ class Dispatcher:
         self._open: dict[str, _Open] = {}
         self._waiting: deque[_Open] = deque()
         """Requests that were not passed to an engine yet."""
+        self._fetching: dict[str, Future[None]] = {}
+        """The fetches of models' files from object storage, by model."""
         self._alone: set[str] = set()
         """Fingerprints of adapters that cannot share their model."""
         self._spare: EngineProcess | None = None
@@ -207,6 +211,8 @@ class Dispatcher:
             Unavailable: the object storage that has them cannot be used.
             OSError: the process cannot be started.
         """
+        if not self._are_files_here(request.order.model):
+            return None
         model = self._model_of(request.order)
         key = model.model_dump_json(exclude={"architecture"})
         engine = self._engines.get(key)
@@ -231,6 +237,31 @@ class Dispatcher:
         except (ValueError, OSError, Unavailable):
             place.leave()
             raise
+
+    def _are_files_here(self, model: ModelReference) -> bool:
+        """Whether a model's files are on this machine. If object storage has them, fetching is begun in the
+        background, so that other requests do not wait for it.
+
+        Raises:
+            ValueError, Unavailable: as in `_engine_for`.
+        """
+        if self._settings.object_storage is None or (model.job_id is None and not model.layers):
+            return True
+        key = model.model_dump_json(exclude={"architecture"})
+        fetching = self._fetching.get(key)
+        if fetching is None:
+            fetching = background.begin(lambda: self._fetch(model))
+            self._fetching[key] = fetching
+        if not fetching.done():
+            return False
+        if fetching.exception() is not None:
+            del self._fetching[key]  # another request tries again
+        fetching.result()
+        return True
+
+    def _fetch(self, model: ModelReference) -> None:
+        base_models.path_of(model, self._settings)
+        base_models.layer_paths(model, self._settings)
 
     def _model_of(self, order: InferenceOrder) -> ModelReference:
         """The model that an engine loads for a request."""
