@@ -75,7 +75,7 @@ def fetch_run(
         return attempt
     incoming = settings.copies_dir / "incoming" / f"{fence.job_id}.{fence.attempt}"
     try:
-        fetched = stored.fetch(incoming, lambda path: "model" not in path.split("/")[:2])
+        fetched = stored.fetch(incoming, _is_of_run, newest, is_cancelled)
         if run.path.exists():
             with run.locked():
                 if fetched is None or is_cancelled():
@@ -88,6 +88,11 @@ def fetch_run(
         return attempt
     finally:
         remove_tree(incoming)
+
+
+def _is_of_run(path: str) -> bool:
+    """Whether training continues from a file of a run directory; it does not from the models."""
+    return "model" not in path.split("/")[:2]
 
 
 class FetchingTrainer:

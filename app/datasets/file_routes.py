@@ -33,7 +33,10 @@ from app.web.dependencies import (
     CurrentDatabase,
     CurrentIdempotentRequest,
     CurrentSettings,
+    Fetching,
     FileOf,
+    SendFile,
+    SendStream,
     Slowly,
     StreamOf,
 )
@@ -212,8 +215,19 @@ def _result_of_job(database: Database, job_id: str) -> FileObject:
 
 
 @router.get("/{file_id}/content", summary="A file's content", response_class=FileResponse)
-def content(
-    database: CurrentDatabase, settings: CurrentSettings, stream: StreamOf, send: FileOf, file_id: FileId
+async def content(
+    fetching: Fetching,
+    database: CurrentDatabase,
+    settings: CurrentSettings,
+    stream: StreamOf,
+    send: FileOf,
+    file_id: FileId,
+) -> Response:
+    return await fetching(lambda: _content(database, settings, stream, send, file_id))
+
+
+def _content(
+    database: Database, settings: Settings, stream: SendStream, send: SendFile, file_id: str
 ) -> Response:
     job_id = job_of_result_file(file_id)
     with database.reading() as session:

@@ -23,15 +23,19 @@ from app.jobs import transitions
 from app.jobs.responses import PREFIX
 from app.models import starting_models, trained_models
 from app.results import run_files
+from app.settings import Settings
 from app.storage import copies
+from app.storage.database import Database
 from app.storage.session import Session
 from app.storage.tables import Export
 from app.web.database_sessions import SessionRoute
 from app.web.dependencies import (
     CurrentDatabase,
     CurrentSettings,
+    Fetching,
     JobId,
     Reading,
+    SendStream,
     Slowly,
     StreamOf,
 )
@@ -139,12 +143,19 @@ def delete(
     summary="An export's files as a tar",
     response_class=StreamingResponse,
 )
-def files(
+async def files(
+    fetching: Fetching,
     database: CurrentDatabase,
     settings: CurrentSettings,
     stream: StreamOf,
     training_id: JobId,
     export_id: ExportId,
+) -> Response:
+    return await fetching(lambda: _files(database, settings, stream, training_id, export_id))
+
+
+def _files(
+    database: Database, settings: Settings, stream: SendStream, training_id: str, export_id: str
 ) -> Response:
     with database.reading() as session:
         export = _found(session, training_id, export_id)

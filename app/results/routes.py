@@ -17,9 +17,18 @@ from app.results import run_files
 from app.results.csv_export import csv_lines, csv_response
 from app.results.schemas import CompletionsResponse, Metrics, Profile
 from app.results.series import Evaluation, evaluations, last_step, pages_of, series
+from app.settings import Settings
 from app.storage.database import Database
 from app.web.database_sessions import SessionRoute
-from app.web.dependencies import CurrentDatabase, CurrentSettings, JobId, Slowly, StreamOf
+from app.web.dependencies import (
+    CurrentDatabase,
+    CurrentSettings,
+    Fetching,
+    JobId,
+    SendStream,
+    Slowly,
+    StreamOf,
+)
 
 router = APIRouter(prefix="/training", tags=["training"], route_class=SessionRoute)
 
@@ -124,7 +133,8 @@ def profile_file(
 
 
 @router.get("/{training_id}/model", summary="The trained model as a tar", response_class=StreamingResponse)
-def model(
+async def model(
+    fetching: Fetching,
     database: CurrentDatabase,
     settings: CurrentSettings,
     stream: StreamOf,
@@ -132,6 +142,12 @@ def model(
     replica: Annotated[
         int | None, Query(ge=0, le=1023, description="The independent replica whose model it is")
     ] = None,
+) -> Response:
+    return await fetching(lambda: _model(database, settings, stream, training_id, replica))
+
+
+def _model(
+    database: Database, settings: Settings, stream: SendStream, training_id: str, replica: int | None
 ) -> Response:
     with database.reading() as session:
         job = transitions.get(session, training_id)

@@ -132,8 +132,9 @@ def path_of_run(settings: Settings, job_id: str, *within: str) -> Path:
     newer = _newer_elsewhere(settings, job_id)
     if newer is None:
         return own
+    stored, newest = newer
     copy = settings.copies_dir / "runs" / job_id / "-".join(within)  # nobody waits for another part
-    _fetch(newer, copy, "/".join(within))
+    _fetch(stored, copy, "/".join(within), newest)
     return copy
 
 
@@ -178,10 +179,9 @@ def checkpoint_names(settings: Settings, job_id: str) -> set[str]:
         Unavailable: the object storage cannot be used.
     """
     newer = _newer_elsewhere(settings, job_id)
-    manifest = None if newer is None else newer.newest()
-    if manifest is None:
+    if newer is None:
         return {path.name for path in (settings.runs_dir / job_id / "checkpoints").glob("step-*")}
-    split = (path.split("/") for path in manifest.files)
+    split = (path.split("/") for path in newer[1].files)
     return {parts[1] for parts in split if parts[0] == "checkpoints" and parts[1].startswith("step-")}
 
 
@@ -192,8 +192,9 @@ def attempt_of_run(folder: Path) -> int:
     return 0
 
 
-def _newer_elsewhere(settings: Settings, job_id: str) -> StoredFolder | None:
-    """The job's run directory in object storage, if another machine has stored a later attempt's."""
+def _newer_elsewhere(settings: Settings, job_id: str) -> tuple[StoredFolder, Manifest] | None:
+    """The job's run directory in object storage, with its newest version; None if this machine's own run
+    directory is of the same attempt or a later one."""
     storage = object_storage(settings)
     if storage is None:
         return None
@@ -201,13 +202,13 @@ def _newer_elsewhere(settings: Settings, job_id: str) -> StoredFolder | None:
     newest = stored.newest()
     if newest is None or newest.attempt <= attempt_of_run(settings.runs_dir / job_id):
         return None
-    return stored
+    return stored, newest
 
 
-def _fetch(stored: StoredFolder, copy: Path, part: str = "") -> None:
+def _fetch(stored: StoredFolder, copy: Path, part: str = "", newest: Manifest | None = None) -> None:
     """Makes a copy contain what is stored now, or a part of it."""
     with _locked(copy):
-        stored.fetch(copy, lambda path: not part or path == part or path.startswith(f"{part}/"))
+        stored.fetch(copy, lambda path: not part or path == part or path.startswith(f"{part}/"), newest)
 
 
 @contextmanager

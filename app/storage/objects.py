@@ -108,7 +108,12 @@ class ObjectStorage:
         """Stores an object."""
         with _reported():
             self._make_folder(key)
-            self._system.pipe_file(self._path(key), content)
+            if self._has_folders:  # a reader must not see a part of it
+                partial = f"{self._path(key)}.partial"
+                self._system.pipe_file(partial, content)
+                self._system.mv(partial, self._path(key))
+            else:
+                self._system.pipe_file(self._path(key), content)
 
     def write_from(self, key: str, file: BinaryIO, max_bytes: int | None = None) -> tuple[int, str]:
         """Stores what is left to read of a file, or its first `max_bytes`. Returns its size and SHA-256.
@@ -299,12 +304,20 @@ class StoredFolder:
         """Deletes all of it."""
         self._storage.delete_folder(self.prefix)
 
-    def fetch(self, folder: Path, wanted: Callable[[str], bool] = lambda path: True) -> Manifest | None:
+    def fetch(
+        self,
+        folder: Path,
+        wanted: Callable[[str], bool] = lambda path: True,
+        newest: Manifest | None = None,
+        is_cancelled: Callable[[], bool] = lambda: False,
+    ) -> Manifest | None:
         """Makes a local folder contain the wanted files of the newest version; files that it has fetched
         before are not fetched again. Returns that version, or None if there is none.
 
         Args:
             wanted: whether a file is to be fetched, given its path below the folder.
+            newest: the newest version, if the caller has just read it.
+            is_cancelled: whether no more files are needed; the folder may then lack some.
 
         Raises:
             Damaged: an object has another content than its manifest says.
@@ -312,11 +325,11 @@ class StoredFolder:
             OSError: the folder cannot be written.
         """
         for attempt in range(_ATTEMPTS_TO_FETCH):
-            manifest = self.newest()
+            manifest = newest if newest is not None and attempt == 0 else self.newest()
             if manifest is None:
                 return None
             try:
-                self._fetch(manifest, folder, wanted)
+                self._fetch(manifest, folder, lambda path: wanted(path) and not is_cancelled())
                 return manifest
             except FileNotFoundError:  # a newer version has replaced it meanwhile
                 log.info("fetching a newer version", folder=self.prefix, attempt=attempt + 1)

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Annotated, Protocol, TypeVar
 
+from anyio import to_thread
 from fastapi import Depends, Header, Path, Query, Request
 from starlette.responses import Response
 
@@ -125,6 +126,16 @@ def slowly_of(request: Request) -> RunSlowly:
     return partial(slow.run, request.state.caller.key_id)
 
 
+async def _fetching(
+    settings: Annotated[Settings, Depends(_settings)], slowly: Annotated[RunSlowly, Depends(_slowly)]
+) -> RunSlowly:
+    return slowly if settings.object_storage is not None else _in_thread
+
+
+async def _in_thread(work: Callable[[], Result]) -> Result:
+    return await to_thread.run_sync(work)
+
+
 async def _stream(request: Request, caller: Annotated[Caller, Depends(_caller)]) -> SendStream:
     return partial(request.app.state.downloads.stream, caller.key_id)
 
@@ -135,6 +146,8 @@ async def _file(request: Request, caller: Annotated[Caller, Depends(_caller)]) -
 
 Slowly = Annotated[RunSlowly, Depends(_slowly)]
 """Runs work that may take seconds in a thread; called with the work, as `SlowWork.run`."""
+Fetching = Annotated[RunSlowly, Depends(_fetching)]
+"""Runs work that opens stored files in a thread: among the slow requests, if they may have to be fetched."""
 StreamOf = Annotated[SendStream, Depends(_stream)]
 """Responds with a stream; called with `(parts, close, **options)`, as `Downloads.stream`."""
 FileOf = Annotated[SendFile, Depends(_file)]
