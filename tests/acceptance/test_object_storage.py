@@ -110,7 +110,7 @@ def end_of(accrue: Accrue, job_id: str) -> dict[str, Any]:
     return {"weights": digest, "log": [[json.loads(line)[name] for name in LOGGED] for line in lines]}
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_job_moves_between_machines_that_share_no_folder(machines: Machines) -> None:
     accrue = machines.accrue

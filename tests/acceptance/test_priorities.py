@@ -22,6 +22,7 @@ def events_of(accrue: Accrue, job_id: str) -> list[str]:
     return [event["message"] for event in page["data"]]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_job_makes_way_and_loses_nothing(accrue: Accrue) -> None:
     accrue.serve()
