@@ -1,5 +1,5 @@
 """Frees disk space on a machine whose files are also in object storage: deletes run directories that it no
-longer needs, and copies that nobody has used for long."""
+longer needs, and copies that have not been used for long."""
 
 import threading
 import time

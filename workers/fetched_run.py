@@ -70,7 +70,7 @@ def fetch_run(
     own, newest = copies.attempt_of_run(run.path), stored.newest()
     attempt = max(fence.attempt, 0 if newest is None else newest.attempt + 1)
     if own == fence.attempt - 1 and own > 0:
-        return attempt  # nobody else has worked on it since
+        return attempt  # no other machine has worked on it since
     if newest is None or newest.attempt <= own:
         return attempt
     incoming = settings.copies_dir / "incoming" / f"{fence.job_id}.{fence.attempt}"

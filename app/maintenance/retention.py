@@ -26,7 +26,7 @@ _PAUSE_SECONDS = 0.02
 """Between two parts of a long deletion, so that other writers get a turn."""
 _AT_ONCE = 100
 _UNUSED_COPY_SECONDS = 7 * _DAY
-"""Copies of what is in object storage are deleted if nobody has used them for so long."""
+"""Copies of what is in object storage are deleted once they have not been used for this time."""
 
 
 def delete_job(database: Database, settings: Settings, job_id: str) -> None:

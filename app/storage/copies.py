@@ -53,15 +53,16 @@ def store_file(settings: Settings, path: Path) -> None:
 
 
 def remove_file(settings: Settings, file_id: str) -> bool:
-    """Deletes a training file wherever it is stored. Returns whether it is completely gone."""
+    """Deletes a training file here and from object storage. Returns whether it is completely gone."""
     (settings.files_dir / file_id).unlink(missing_ok=True)
     remove_tree(settings.copies_dir / "files", file_id)
     return _delete_stored(settings, f"files/{file_id}")
 
 
 def remove_run(settings: Settings, job_id: str) -> bool:
-    """Deletes the run directory of a deleted job with its exports, wherever they are stored, and its launches
-    in engines. Returns whether the run directory is completely gone."""
+    """Deletes the run directory of a deleted job with its exports, from this machine and from object storage,
+    and its launches in engines. Returns whether they are completely gone. Other machines' own run directories
+    are deleted by their workers (workers/disk_cleaner.py)."""
     for folder in (settings.launches_dir, settings.copies_dir / "runs", settings.copies_dir / "exports"):
         remove_tree(folder, job_id)
     is_gone = remove_tree(settings.runs_dir, job_id)
@@ -87,7 +88,7 @@ def remove_stored_models(settings: Settings, job_id: str) -> None:
 
 
 def remove_export(settings: Settings, job_id: str, export_id: str) -> bool:
-    """Deletes an export's files wherever they are stored. Returns whether they are completely gone."""
+    """Deletes an export's files here and from object storage. Returns whether they are completely gone."""
     remove_tree(settings.copies_dir / "exports", job_id, export_id)
     is_gone = remove_tree(settings.runs_dir, job_id, "exports", export_id)
     return _delete_stored(settings, f"exports/{job_id}/{export_id}") and is_gone
@@ -133,7 +134,7 @@ def path_of_run(settings: Settings, job_id: str, *within: str) -> Path:
     if newer is None:
         return own
     stored, newest = newer
-    copy = settings.copies_dir / "runs" / job_id / "-".join(within)  # nobody waits for another part
+    copy = settings.copies_dir / "runs" / job_id / "-".join(within)  # each part has its own lock
     _fetch(stored, copy, "/".join(within), newest)
     return copy
 

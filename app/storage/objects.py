@@ -2,8 +2,8 @@
 manifest.
 
 A folder's writers never overwrite an object: each of their versions has objects and a manifest of its own,
-and the manifest is written last. A reader takes the newest manifest. So whoever dies in between, or goes on
-writing although the job is another worker's by now, leaves earlier and later versions as they are.
+and the manifest is written last. A reader takes the newest manifest. So a writer that dies in between, or
+goes on although the job is another worker's by now, leaves all other versions as they are.
 
     files/file-1/000000.000001.json          a manifest: of attempt 0, its first version
     files/file-1/000000/000001/content       an object of that version
