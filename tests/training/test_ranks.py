@@ -3,6 +3,7 @@
 The ranks are processes on the CPU, connected by gloo (tests/harness/ranks.py).
 """
 
+import os
 import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -20,7 +21,7 @@ from hypothesis import strategies as st
 from app.contract.plan import FixedCount, FixedSize, MicroBatchRule, TokenBudget
 from app.contract.spec import GradientCompression, Strategy, ZeroStage
 from tests.harness.ranked_windows import RankedWindow, accumulate
-from tests.harness.ranks import Ranks
+from tests.harness.ranks import Died, Ranks
 from tests.harness.runs import create_run, log_of, small_data, with_ranks
 from tests.harness.specs import cpu_plan, make_spec
 from tests.harness.training import finished
@@ -30,6 +31,7 @@ from workers.training.batches import BudgetCosts, costs_of_longest, cut_window
 from workers.training.budget import Budget
 from workers.training.decision import Verdict
 from workers.training.distributed import launcher
+from workers.training.distributed.group import Group
 from workers.training.distributed.partition import partition, partition_by_length
 from workers.training.exceptions import CannotTrain
 from workers.training.state import LearnedBudget, RunState
@@ -69,6 +71,23 @@ def whole(ranks: Ranks) -> Callable[[str], Any]:
         return alone
 
     return accumulated
+
+
+def abort(group: Group, marker: Path | None) -> tuple[bool, ...]:
+    """Rank 1 dies by a signal: always, or if the marker is missing."""
+    if group.rank == 1 and not (marker and marker.exists()):
+        if marker:
+            marker.touch()
+        os.abort()
+    return group.any(False)
+
+
+def test_processes_that_die_are_replaced(ranks: Ranks, tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="rank 1 died with exit code -6"):
+        assert ranks.run(3, abort, tmp_path / "marker") == [(False,)] * 3
+    with pytest.warns(UserWarning, match="trying again"), pytest.raises(Died):
+        ranks.run(2, abort, None)
+    assert ranks.run(4, abort, tmp_path / "marker") == [(False,)] * 4
 
 
 def difference(one: np.ndarray, other: np.ndarray) -> float:
