@@ -35,6 +35,7 @@ from app.planning.schemas import (
 )
 from app.planning.tool_configs import Tool, config_for
 from app.planning.tool_configs.job import NotExpressible, ToolJob, split_evenly
+from app.planning.train_jobs import TrainJob, TrainJobRecommendation, TrlJob
 from app.settings import Settings
 from app.storage.database import Database
 from app.storage.waits import WaitLimiter
@@ -184,6 +185,38 @@ async def configure_tool(
         micro_batch_size=split.micro_batch,
         accumulation_steps=split.steps,
         devices=split.devices,
+        warnings=answered.warnings,
+    )
+
+
+async def recommend_train_job(
+    request: Request, train_job: TrainJob, gpus: list[str], settings: Settings, database: Database
+) -> TrainJobRecommendation:
+    """What a TrainJob should ask for, on the first kind of GPUs on which it fits.
+
+    Args:
+        gpus: kinds of GPUs that the cluster has, such as "24GB" or "A100-80GB", the preferred ones first.
+
+    Raises:
+        Unprocessable: it does not run TRL, fits on no kind, or its GPUs cannot share its batch.
+    """
+    job = TrlJob(train_job)
+    for gpu in gpus:
+        answered = await calculate(request, job.request(gpu), settings, database)
+        if answered.fits:
+            break
+    else:
+        raise Unprocessable(f"No resources are recommended. {answered.explanation}", field="gpu")
+    split = job.split(max(1, answered.actual_batch_size_per_gpu))
+    return TrainJobRecommendation(
+        patch=job.patch(split),
+        gpu=gpu,
+        gpus_per_node=job.gpus_per_node,
+        nodes=job.nodes,
+        effective_batch_size=split.effective_batch,
+        micro_batch_size=split.micro_batch,
+        accumulation_steps=split.steps,
+        explanation=answered.explanation,
         warnings=answered.warnings,
     )
 

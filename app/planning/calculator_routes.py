@@ -4,12 +4,12 @@ from math import ceil
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request
-from pydantic import ValidationError
+from pydantic import StringConstraints, ValidationError
 
 from app.contract.accumulation import MAX_ACCUMULATION_STEPS
 from app.contract.spec import OptimizerName
 from app.errors import Unprocessable
-from app.planning import learning_rate
+from app.planning import batch_size, learning_rate
 from app.planning.batch_size import calculate, configure_tool
 from app.planning.learning_rate import Rule
 from app.planning.schemas import (
@@ -23,6 +23,7 @@ from app.planning.schemas import (
 )
 from app.planning.split import split_over
 from app.planning.tool_configs import Tool
+from app.planning.train_jobs import TrainJob, TrainJobRecommendation
 from app.web.dependencies import CurrentDatabase, CurrentSettings
 from app.web.json_bodies import AnyContentTypeRoute
 
@@ -108,6 +109,23 @@ async def tool_config(
     AutoModel) or kubeflow (a TrainJob that runs TRL) need to train the same effective batch, in the largest
     equal micro-batches of at most the planned size."""
     return await configure_tool(request, tool, requested, settings, database)
+
+
+@router.post("/recommend-train-job", summary="What a TrainJob of Kubeflow Trainer should ask for")
+async def recommend_train_job(
+    request: Request,
+    train_job: TrainJob,
+    settings: CurrentSettings,
+    database: CurrentDatabase,
+    gpu: Annotated[
+        list[Annotated[str, StringConstraints(max_length=60)]],
+        Query(min_length=1, max_length=20, description='Kinds of GPUs of the cluster: "24GB", "A100-80GB"'),
+    ],
+) -> TrainJobRecommendation:
+    """For a TrainJob that runs TRL: the first kind of GPUs on which it fits, and a JSON merge patch with the
+    GPUs that it asks for, and the micro-batch and accumulation steps that train its effective batch on them.
+    As in Kubeflow's KEP-3328, a controller in the cluster applies the patch before the job is admitted."""
+    return await batch_size.recommend_train_job(request, train_job, gpu, settings, database)
 
 
 @router.post("/calculate-effective-batch-size", summary="Micro-batch × steps × devices")
