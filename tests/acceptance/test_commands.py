@@ -98,6 +98,7 @@ def test_a_rejected_submission_leaves_no_file(shared: Accrue, data: Path) -> Non
     assert run(shared, "files", "--json") == before
 
 
+@pytest.mark.slow
 def test_a_sweep_from_values_to_the_best_job(shared: Accrue, data: Path) -> None:
     requested = (
         "sweep",

@@ -58,7 +58,7 @@ def trained(accrue: Accrue, lines: list[Any], model: str = "accrue/tiny-gpt2", *
     return ended
 
 
-@pytest.mark.parametrize("method", ["full", "lora"])
+@pytest.mark.parametrize("method", [pytest.param("full", marks=pytest.mark.slow), "lora"])
 def test_a_classifier_is_trained_further_and_exported(accrue: Accrue, tmp_path: Path, method: str) -> None:
     first = trained(accrue, TEXTS, method=method)
     assert first["result"]["eval_token_accuracy"] == 1.0

@@ -28,7 +28,7 @@ from workers.profiling.tape import peaks
         pytest.param(
             Case("mixtral", rows=2, sequence=64, options={"precision": "bf16"}), marks=pytest.mark.slow
         ),
-        Case("llama", rows=2, sequence=64, options={"classes": 3}),
+        pytest.param(Case("llama", rows=2, sequence=64, options={"classes": 3}), marks=pytest.mark.slow),
         pytest.param(
             Case("gpt2", rows=2, sequence=64, options={"classes": 3, "method": "lora"}),
             marks=pytest.mark.slow,

@@ -82,6 +82,7 @@ def abort(group: Group, marker: Path | None) -> tuple[bool, ...]:
     return group.any(False)
 
 
+@pytest.mark.thorough
 def test_processes_that_die_are_replaced(ranks: Ranks, tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="rank 1 died with exit code -6"):
         assert ranks.run(3, abort, tmp_path / "marker") == [(False,)] * 3
@@ -156,7 +157,7 @@ DIVIDED = {
 }
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("name", DIVIDED)
 @pytest.mark.thorough
 def test_a_divided_model_has_the_gradient_of_a_whole_one(
