@@ -252,5 +252,16 @@ def _crash(error: Exception, run: RunDirectory) -> Failure:
     return Failure(code=code, message=f"{type(error).__name__}: {first}", permanent=False)
 
 
+def _ignore_signals() -> None:
+    """Lets no later signal replace the exit status: while Python finalises, SIGTERM would end the process.
+
+    An engine that takes a node away signals every process, more than once.
+    """
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_status = main()
+    _ignore_signals()
+    sys.exit(exit_status)
