@@ -10,7 +10,6 @@ from app.contract.accumulation import MAX_ACCUMULATION_STEPS
 from app.contract.spec import OptimizerName
 from app.errors import Unprocessable
 from app.planning import batch_size, learning_rate
-from app.planning.batch_size import calculate, configure_tool
 from app.planning.learning_rate import Rule
 from app.planning.schemas import (
     AccumulationStepsResponse,
@@ -39,7 +38,7 @@ async def calculate_batch_size(
     request: Request, requested: BatchSizeRequest, settings: CurrentSettings, database: CurrentDatabase
 ) -> BatchSizeResponse:
     """Calculates for a model by name, or from raw figures in GiB and MiB."""
-    return await calculate(request, requested, settings, database)
+    return await batch_size.calculate(request, requested, settings, database)
 
 
 @router.get("/calculate-batch-size", summary="The micro-batch that fits, by query parameters")
@@ -94,7 +93,7 @@ async def get_batch_size(
         first = error.errors(include_input=False, include_url=False)[0]
         field = ".".join(map(str, first["loc"])) or "query"
         raise Unprocessable(f"{field}: {first['msg']}.", field=field) from None
-    return await calculate(request, requested, settings, database)
+    return await batch_size.calculate(request, requested, settings, database)
 
 
 @router.post("/tool-configs/{tool}", summary="A configuration of another tool with the same effective batch")
@@ -108,7 +107,7 @@ async def tool_config(
     """Plans as calculate-batch-size does, and writes what trl, axolotl, llamafactory, torchtune, nemo (NeMo
     AutoModel) or kubeflow (a TrainJob that runs TRL) need to train the same effective batch, in the largest
     equal micro-batches of at most the planned size."""
-    return await configure_tool(request, tool, requested, settings, database)
+    return await batch_size.configure_tool(request, tool, requested, settings, database)
 
 
 @router.post("/recommend-train-job", summary="What a TrainJob of Kubeflow Trainer should ask for")

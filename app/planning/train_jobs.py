@@ -33,8 +33,7 @@ _OPTIMIZERS: dict[str, OptimizerName] = {
     "adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_hf": "adamw", "adamw_8bit": "adamw_8bit",
     "adamw_bnb_8bit": "adamw_8bit", "lion_32bit": "lion", "sgd": "sgd", "adafactor": "adafactor",
 }  # fmt: skip
-"""Those of transformers' Trainer by the names of ours."""
-
+"""Our names of the optimizers of transformers' Trainer."""
 
 _MAX_GPUS = 1024
 
@@ -178,9 +177,12 @@ class TrlJob:
 
     def patch(self, split: ToolSplit) -> dict[str, Any]:
         """What makes it train the split, as a JSON merge patch: lists are whole."""
-        patched: dict[str, Any] = {"resourcesPerNode": {"limits": {GPU: self.gpus_per_node}}}
+        gpus = {GPU: self.gpus_per_node}
+        requested = self._trainer.resources.requests
+        both = {"limits": gpus} | ({"requests": gpus} if GPU in requested else {})  # which must be the same
+        patched: dict[str, Any] = {"resourcesPerNode": both}
         missing: list[str] = []
-        lists = {"command": self._trainer.command, "args": self._trainer.args}
+        lists = {"args": self._trainer.args, "command": self._trainer.command}  # later words count
         for name, value in ((_MICRO_BATCH, split.micro_batch), (_STEPS, split.steps)):
             holder = next((each for each, words in lists.items() if name in _read(words)), None)
             if holder is None:

@@ -10,7 +10,6 @@ from tests.harness.service import Accrue, running
 
 
 @pytest.mark.thorough
-@pytest.mark.slow
 def test_a_job_runs_on_the_worker_with_the_labels_that_it_requires(tmp_path: Path) -> None:
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps({"text": f"sample {n}"}) + "\n" for n in range(8)))

@@ -57,7 +57,6 @@ def said(client: openai.OpenAI, model: str) -> str:
     return str(whole)
 
 
-@pytest.mark.slow
 def test_a_chat_model_learns_which_of_two_answers_is_preferred(
     accrue: Accrue, client: openai.OpenAI, tmp_path: Path
 ) -> None:

@@ -52,6 +52,14 @@ def batch_of(job: dict[str, Any]) -> int:
         (train_job(*LORA, numNodes=3, resourcesPerNode={"limits": {"nvidia.com/gpu": "2"}}), 48),
         (train_job(*LORA, resourcesPerNode={"requests": {"nvidia.com/gpu": 2, "cpu": "500m"}}), 16),
         (train_job(command=["trl", "dpo", *LORA, "--per_device_train_batch_size", "32"]), 32),
+        (
+            train_job(
+                "--per_device_train_batch_size=6",
+                command=["trl", "sft", *LORA, "--per_device_train_batch_size=9"],
+            ),
+            6,
+        ),
+        (train_job(*LORA, numProcPerNode=4, resourcesPerNode={"requests": {"nvidia.com/gpu": 2}}), 32),
     ],
 )
 def test_the_effective_batch_stays(client: TestClient, job: dict[str, Any], batch: int) -> None:
@@ -63,6 +71,8 @@ def test_the_effective_batch_stays(client: TestClient, job: dict[str, Any], batc
     devices = found["nodes"] * found["gpus_per_node"]
     assert prod((found["micro_batch_size"], found["accumulation_steps"], devices)) == batch
     assert after["spec"]["trainer"]["resourcesPerNode"]["limits"]["nvidia.com/gpu"] == found["gpus_per_node"]
+    requested = after["spec"]["trainer"]["resourcesPerNode"].get("requests", {})
+    assert requested.get("nvidia.com/gpu", found["gpus_per_node"]) == found["gpus_per_node"]
     assert after["spec"]["runtimeRef"] == job["spec"]["runtimeRef"]
     again = client.post(PATH, json=after, params={"gpu": [found["gpu"]]}).json()
     assert patched(after, again["patch"]) == after, "a second recommendation changes nothing"

@@ -84,7 +84,6 @@ def test_replicas_take_turns_on_one_device_and_the_best_is_the_job_s_model(tmp_p
 
 
 @pytest.mark.thorough
-@pytest.mark.slow
 def test_an_interrupted_job_continues_each_replica(tmp_path: Path) -> None:
     spec = spec_of(2, average=True, max_steps=30)
     undisturbed = finished(run_of(tmp_path / "undisturbed", spec, 2))

@@ -157,7 +157,7 @@ DIVIDED = {
 }
 
 
-@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("name", DIVIDED)
 @pytest.mark.thorough
 def test_a_divided_model_has_the_gradient_of_a_whole_one(

@@ -39,7 +39,6 @@ def test_a_divided_model_trains_as_a_whole_one(tmp_path: Path, ranks: int, stage
     trains_alike(together, alone)
 
 
-@pytest.mark.slow
 def test_a_run_continues_with_another_strategy(tmp_path: Path) -> None:
     spec = make_spec(data=small_data(), max_steps=18, save_every=2)
     alone = finished(create_run(tmp_path / "alone", spec))
