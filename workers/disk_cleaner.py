@@ -9,7 +9,7 @@ import structlog
 
 from app.errors import Unavailable
 from app.settings import Settings
-from app.storage import copies
+from app.storage import stored_files
 from app.storage.database import Database
 from app.storage.disk import remove_tree
 from app.storage.objects import Damaged, Manifest, ObjectStorage, object_storage
@@ -63,7 +63,7 @@ class DiskCleaner:
         storage = object_storage(self._settings)
         if storage is None:
             return
-        for copy in copies.remove_unused(self._settings, _UNUSED_SECONDS):
+        for copy in stored_files.remove_unused(self._settings, _UNUSED_SECONDS):
             log.info("an unused copy was deleted", path=str(copy))
         for path in self._settings.runs_dir.glob("ftjob-*"):
             if self._clean_run(RunDirectory(path), storage):
@@ -73,13 +73,13 @@ class DiskCleaner:
         """Deletes a run directory if it is not needed here. Returns whether it did."""
         if run.stored_in() != self._settings.object_storage:
             return False
-        job_id, own = run.path.name, copies.attempt_of_run(run.path)
+        job_id, own = run.path.name, stored_files.attempt_of_run(run.path)
         try:
-            newest = copies.stored_run(storage, job_id).newest()
+            newest = stored_files.stored_run(storage, job_id).newest()
             if not self._is_needless(job_id, run, own, newest):
                 return False
             with run.locked(wait_seconds=0):
-                is_same = own == copies.attempt_of_run(run.path) and job_id not in self._running()
+                is_same = own == stored_files.attempt_of_run(run.path) and job_id not in self._running()
                 return is_same and remove_tree(run.path)
         except (Damaged, RunDirectoryInUse, OSError):
             return False

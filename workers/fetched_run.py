@@ -14,7 +14,7 @@ from app.contract.spec import Spec
 from app.jobs.transitions import Fence
 from app.models import base_models
 from app.settings import Settings
-from app.storage import copies
+from app.storage import stored_files
 from app.storage.disk import remove_tree
 from app.storage.objects import ObjectStorage, move_into_place
 from workers.run_directory import INTERRUPTED, RunDirectory
@@ -45,8 +45,8 @@ def find_inputs(spec: Spec, settings: Settings) -> Inputs:
     validation = spec.data.validation
     has_own = validation is not None and validation.file_id is not None
     return Inputs(
-        data_file=str(copies.path_of_file(settings, spec.data.file_id)),
-        validation_file=str(copies.path_of_file(settings, str(validation.file_id)))
+        data_file=str(stored_files.path_of_file(settings, spec.data.file_id)),
+        validation_file=str(stored_files.path_of_file(settings, str(validation.file_id)))
         if validation is not None and has_own
         else None,
         model_path=base_models.path_of(spec.model, settings),
@@ -66,8 +66,8 @@ def fetch_run(
         OSError: the disk is full.
     """
     run = RunDirectory(settings.runs_dir / fence.job_id)
-    stored = copies.stored_run(storage, fence.job_id)
-    own, newest = copies.attempt_of_run(run.path), stored.newest()
+    stored = stored_files.stored_run(storage, fence.job_id)
+    own, newest = stored_files.attempt_of_run(run.path), stored.newest()
     attempt = max(fence.attempt, 0 if newest is None else newest.attempt + 1)
     if own == fence.attempt - 1 and own > 0:
         return attempt  # no other machine has worked on it since

@@ -12,17 +12,17 @@ from app.jobs import queue, transitions
 from app.jobs.transitions import Fence, LostJob
 from app.planning.devices import Device
 from app.settings import Settings
-from app.storage import copies
+from app.storage import stored_files
 from app.storage.database import Database, is_unavailable
 from app.storage.disk import is_full
 from app.storage.objects import Damaged, object_storage
 from app.storage.tables import Job
 from workers.fetched_run import FetchingTrainer
 from workers.job_end import RETRY_SECONDS, end_attempt
-from workers.launch import Launcher, why_not_started
 from workers.leases import Running
 from workers.run_directory import DISK_FULL_FAILURE, DamagedRunDirectory, RunDirectoryInUse
 from workers.run_upload import RunUpload
+from workers.trainer_launcher import TrainerLauncher, why_not_started
 
 log = structlog.get_logger("accrue.worker")
 
@@ -36,7 +36,7 @@ class JobStart:
 
     settings: Settings
     database: Database
-    launcher: Launcher
+    launcher: TrainerLauncher
 
     def begin(
         self, job: Job, fence: Fence, devices: tuple[Device, ...], claimed_at: float, locks: list[int]
@@ -45,7 +45,7 @@ class JobStart:
         impossible; the attempt is ended then.
 
         Args:
-            claimed_at, locks: as in `Launcher.launch`.
+            claimed_at, locks: as in `TrainerLauncher.launch`.
         """
         try:
             storage = object_storage(self.settings)
@@ -94,7 +94,7 @@ class JobStart:
         assert trainer.inputs is not None  # `go_on` has checked it
         started.upload = RunUpload(
             started.run,
-            copies.stored_run(storage, job.id),
+            stored_files.stored_run(storage, job.id),
             self.settings,
             trainer.inputs.stored_attempt,
             _UPLOAD_PATIENCE_SECONDS,

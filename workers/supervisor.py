@@ -38,12 +38,12 @@ from workers.helper_process import HelperProcess
 from workers.ingest import Position, ingest
 from workers.job_end import DEVICE_LOST, end_attempt, end_job
 from workers.job_start import JobStart
-from workers.launch import Launcher
 from workers.leases import DELETE_WORKER_AFTER_SECONDS, LeaseKeeper, Running
-from workers.making_way import MakingWay
 from workers.offers import Offered, Offers, chosen_devices, device_ids
+from workers.preemptor import Preemptor
 from workers.slots import Slots, labels_of
 from workers.temperature import Heat
+from workers.trainer_launcher import TrainerLauncher
 
 log = structlog.get_logger("accrue.worker")
 
@@ -85,8 +85,8 @@ class Supervisor:
         self.disk_cleaner = DiskCleaner(
             self.settings, self.database, lambda: {each.fence.job_id for each in self._alive()}
         )
-        self.making_way = MakingWay(self.settings, self.database, self.id)
-        launcher = Launcher(self.settings, self.database, self.executor)
+        self.preemptor = Preemptor(self.settings, self.database, self.id)
+        launcher = TrainerLauncher(self.settings, self.database, self.executor)
         self.start = JobStart(self.settings, self.database, launcher)
         self.leases = LeaseKeeper(
             self.settings, self.id, lambda: list(self.running), self.slots.available, self.labels
@@ -270,7 +270,7 @@ class Supervisor:
             return
         staying = [each for each in self.running if not each.interrupted_because]
         going = [each for each in self._alive() if each not in staying]
-        found = self.making_way.look(staying, going, self._unclaimed, self.offers, self.labels())
+        found = self.preemptor.look(staying, going, self._unclaimed, self.offers, self.labels())
         if found is None:
             return
         for running in found[1]:
@@ -293,12 +293,12 @@ class Supervisor:
         """Claims the jobs for which others have made way, if all of their devices are free now. Removes all
         held devices from `free`."""
         claimed = False
-        for job_id, held in self.making_way.still_held(self._alive()):
-            own = self.making_way.take(held, free)
+        for job_id, held in self.preemptor.still_held(self._alive()):
+            own = self.preemptor.take(held, free)
             try:
                 if len(own) == len(held.devices):
                     claimed |= self._claim(own, [self.offers.for_job(job_id, list(own), self.labels())])
-                    del self.making_way.held[job_id]
+                    del self.preemptor.held[job_id]
             finally:
                 for lock in own.values():
                     os.close(lock)

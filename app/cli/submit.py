@@ -12,7 +12,7 @@ import typer
 
 from app.cli.client import Client, ServiceError
 from app.cli.options import DEFAULT_URL, AsJson, Columns, Url, columns_of, without_none
-from app.datasets.containers import SUFFIXES
+from app.datasets.file_types import SUFFIXES
 from app.errors import InvalidRequest
 
 commands = typer.Typer()

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from app.contract.data_formats import BadLine, Classes, DataFormat, parse_line
-from app.datasets.containers import ReadOptions
-from app.datasets.conversion import container_at, convert
+from app.datasets.conversion import convert, file_type_at
+from app.datasets.file_types import ReadOptions
 from app.errors import InvalidRequest, TooLarge
 from app.settings import Settings
 from app.storage import pending
@@ -99,7 +99,7 @@ class DataFiles:
             InvalidRequest: the file is of a kind that is not supported.
         """
         [(path, name), *more] = self.sources
-        return not more and not self.how.columns and container_at(path, name, field) == "jsonl"
+        return not more and not self.how.columns and file_type_at(path, name, field) == "jsonl"
 
 
 def check_files(found: DataFiles, settings: Settings, field: str) -> CheckedFile:

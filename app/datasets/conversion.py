@@ -1,4 +1,4 @@
-"""Converts files of other kinds (JSON, CSV, Parquet, text) to JSON lines, in a process of its own.
+"""Converts files of other types (JSON, CSV, Parquet, text) to JSON lines, in a process of its own.
 
 The process (`converter.py`) has little memory and no secrets, and ends with the one that started it: a file
 may be made to exhaust memory, or to crash a native library.
@@ -14,28 +14,28 @@ from dataclasses import asdict
 from pathlib import Path
 
 from app import PACKAGE_PREFIX, PACKAGES_FOLDER
-from app.datasets.containers import HEAD_BYTES, BadFile, Container, ReadOptions, container_of
 from app.datasets.converter import CPU_SECONDS, MEMORY_BYTES, Converted
+from app.datasets.file_types import HEAD_BYTES, BadFile, FileType, ReadOptions, file_type_of
 from app.errors import InvalidRequest
 from app.settings import Settings
 
 _PASSED_ON = ("PATH", "LANG", "LC_ALL", "VIRTUAL_ENV", "PYTHONPATH", "LD_LIBRARY_PATH")
 
 
-def container_at(path: Path, name: str, field: str) -> Container:
-    """The kind of a stored file.
+def file_type_at(path: Path, name: str, field: str) -> FileType:
+    """The type of a stored file.
 
     Args:
         name: the file's original name.
         field: the request's field that errors name.
 
     Raises:
-        InvalidRequest: the file is of a kind that is not supported.
+        InvalidRequest: the file is of a type that is not supported.
     """
     with path.open("rb") as file:
         head = file.read(HEAD_BYTES)
     try:
-        return container_of(name, head)
+        return file_type_of(name, head)
     except BadFile as error:
         raise InvalidRequest(str(error), field=field) from None
 

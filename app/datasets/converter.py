@@ -16,7 +16,7 @@ from typing import Any
 
 from app.contract.data_formats import BadLine, Classes, DataFormat, parse_line
 from app.contract.row_shapes import BadShape, mapped
-from app.datasets.containers import HEAD_BYTES, BadFile, Container, ReadOptions, container_of, read_rows
+from app.datasets.file_types import HEAD_BYTES, BadFile, FileType, ReadOptions, file_type_of, read_rows
 
 MEMORY_BYTES = 2**30
 """The process's limit of memory, in addition to what its libraries map."""
@@ -68,12 +68,12 @@ def _load_libraries(order: dict[str, Any]) -> None:
     """Loads what the files need, before memory is limited."""
     for path, name in order["sources"]:
         with contextlib.suppress(BadFile, OSError), Path(path).open("rb") as file:
-            library = _LIBRARIES.get(container_of(name, file.read(HEAD_BYTES)))
+            library = _LIBRARIES.get(file_type_of(name, file.read(HEAD_BYTES)))
             if library is not None:
                 importlib.import_module(library)
 
 
-_LIBRARIES: Mapping[Container, str] = {"parquet": "pyarrow.parquet"}
+_LIBRARIES: Mapping[FileType, str] = {"parquet": "pyarrow.parquet"}
 
 
 def _limit_memory() -> None:
@@ -92,7 +92,7 @@ def _write(order: dict[str, Any]) -> Converted:
     with Path(order["target"]).open("wb") as target:
         for path, name in order["sources"]:
             with Path(path).open("rb") as file:
-                container = container_of(name, file.read(HEAD_BYTES))
+                container = file_type_of(name, file.read(HEAD_BYTES))
             for number, row in read_rows(
                 Path(path), name, container, sample_by=how.sample_by, longest=longest
             ):

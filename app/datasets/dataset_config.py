@@ -9,7 +9,7 @@ from app.contract.data_formats import BadLine, DataFormat, Role, Weight, parse_r
 from app.contract.model_reference import HubName
 from app.contract.row_shapes import ColumnField
 from app.contract.spec import Overlength
-from app.datasets.containers import ReadOptions, SampleBy
+from app.datasets.file_types import ReadOptions, SampleBy
 
 FileId = Annotated[str, StringConstraints(pattern=r"^file-[A-Za-z0-9]+$", max_length=100)]
 

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from app.datasets import hub_datasets
-from app.datasets.containers import SUFFIXES, ReadOptions
 from app.datasets.content import DataFiles
+from app.datasets.file_types import SUFFIXES, ReadOptions
 from app.errors import Unprocessable
 from app.settings import Settings
 

@@ -14,16 +14,16 @@ from app.contract.base import Page
 from app.contract.row_shapes import ColumnField
 from app.contract.text import is_storable
 from app.datasets import files
-from app.datasets.containers import ReadOptions, SampleBy
 from app.datasets.content import store_upload
 from app.datasets.dataset_config import Columns
+from app.datasets.file_types import ReadOptions, SampleBy
 from app.datasets.schemas import FileDeleted, FileObject
 from app.errors import Conflict, NotFound, Unprocessable
 from app.maintenance.retention import delete_file
 from app.models.trained_models import RESULT_FILE, job_of_result_file, result_file_of
 from app.results.csv_export import csv_bytes, csv_of_job, csv_response
 from app.settings import Settings
-from app.storage import copies
+from app.storage import stored_files
 from app.storage.database import Database
 from app.storage.session import Session
 from app.storage.tables import File, Job
@@ -131,7 +131,7 @@ def _stored(
         checked = store_upload(content, path, settings, name, how)
         duplicate_id = files.find_duplicate(database, path, checked)
         idempotency = idempotency.with_content(f"{name} {checked.sha256}")
-        copies.store_file(settings, path)
+        stored_files.store_file(settings, path)
         with database.writing() as session:
             replayed = idempotency.replay(session)
             if replayed is None:
@@ -237,7 +237,7 @@ def _content(
         return csv_response(csv_of_job(database, ended.id), ended.id, stream)
     assert file is not None
     try:
-        stored = copies.path_of_file(settings, file.id).open("rb")  # closed once it is sent
+        stored = stored_files.path_of_file(settings, file.id).open("rb")  # closed once it is sent
     except FileNotFoundError:
         message = f"The content of file {file_id} is no longer in the data folder."
         raise NotFound(message) from None

@@ -14,7 +14,7 @@ from sqlalchemy.exc import DBAPIError
 from app.datasets import content
 from app.errors import Conflict, NotFound, QuotaExceeded
 from app.settings import Settings
-from app.storage import copies, pending
+from app.storage import pending, stored_files
 from app.storage.compiled import Prepared
 from app.storage.database import Database, database_now, lock_until_commit
 from app.storage.ids import new_id
@@ -50,7 +50,7 @@ def incoming(settings: Settings) -> Iterator[Path]:
 def discard(settings: Settings, path: Path) -> None:
     """Deletes a new file that gets no row. If the object storage cannot be used, the next start of the
     service tries again."""
-    if not path.exists() or copies.remove_file(settings, path.name):
+    if not path.exists() or stored_files.remove_file(settings, path.name):
         pending.settle(path)
 
 

@@ -11,8 +11,8 @@ from urllib.parse import quote
 from pydantic import AfterValidator, BaseModel, Field, ValidationError
 
 from app.contract.model_reference import split_revision
-from app.datasets.containers import SUFFIXES, ReadOptions
 from app.datasets.content import DataFiles, DownloadFolder
+from app.datasets.file_types import SUFFIXES, ReadOptions
 from app.errors import Unprocessable
 from app.hub import client
 from app.settings import Settings

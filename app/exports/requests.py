@@ -15,7 +15,7 @@ from app.contract.text import storable, storable_values
 from app.devices import live_workers
 from app.errors import Conflict
 from app.settings import Settings
-from app.storage import copies
+from app.storage import stored_files
 from app.storage.database import Database, database_now
 from app.storage.ids import new_id
 from app.storage.session import OF_EVERYONE, Session
@@ -91,7 +91,7 @@ def remove(database: Database, settings: Settings, job_id: str, export_id: str) 
     """Deletes an export with its files; a process that is making it notices when it next renews its claim."""
     with database.writing() as session:
         session.execute(delete(Export).where(Export.id == export_id, Export.job_id == job_id))
-    copies.remove_export(settings, job_id, export_id)
+    stored_files.remove_export(settings, job_id, export_id)
 
 
 def _is_free() -> ColumnElement[bool]:

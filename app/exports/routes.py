@@ -24,7 +24,7 @@ from app.jobs.responses import PREFIX
 from app.models import starting_models, trained_models
 from app.results import run_files
 from app.settings import Settings
-from app.storage import copies
+from app.storage import stored_files
 from app.storage.database import Database
 from app.storage.session import Session
 from app.storage.tables import Export
@@ -165,7 +165,7 @@ def _files(
     named = [each.name for each in ExportResult.model_validate(export.result).files]
     if len(named) > run_files.MAX_MODEL_FILES:
         raise Conflict(f"The export {export_id} has too many files to be downloaded as one.")
-    folder = copies.path_of_export(settings, training_id, export_id, export.attempts)
+    folder = stored_files.path_of_export(settings, training_id, export_id, export.attempts)
     found = run_files.open_files(folder, (FILES,), named)
     if found is None:
         raise NotFound(f"The files of the export {export_id} are no longer in the data folder.")

@@ -15,7 +15,7 @@ import structlog
 
 from app.errors import BadSetting
 from app.settings import Settings
-from app.storage import copies, pending
+from app.storage import pending, stored_files
 from app.storage.database import Database
 from app.storage.disk import remove_tree
 from app.storage.tables import File, Job
@@ -83,7 +83,10 @@ def clean(database: Database, settings: Settings) -> int:
     are not counted. No upload may be running.
     """
     removed = 0
-    kinds = ((settings.files_dir, File, copies.remove_file), (settings.runs_dir, Job, copies.remove_run))
+    kinds = (
+        (settings.files_dir, File, stored_files.remove_file),
+        (settings.runs_dir, Job, stored_files.remove_run),
+    )
     for folder, table, remove in kinds:
         for name in pending.marked(folder):
             with database.reading() as session:

@@ -13,7 +13,7 @@ from app.datasets import files
 from app.errors import AccrueError, ReplacedDatabase
 from app.jobs import lifecycle, parent_jobs
 from app.settings import Settings
-from app.storage import copies, pending
+from app.storage import pending, stored_files
 from app.storage.database import Database, database_now, is_unavailable
 from app.storage.tables import DeletedJob, File, Job
 
@@ -42,7 +42,7 @@ def delete_job(database: Database, settings: Settings, job_id: str) -> None:
         going += [] if file_id is None else [settings.files_dir / file_id]
         for path in going:
             pending.mark(path)
-    if copies.remove_run(settings, job_id):
+    if stored_files.remove_run(settings, job_id):
         pending.settle(going[0])  # otherwise the next start of the service tries again
     if file_id is not None:
         _remove_content(settings, file_id)
@@ -77,7 +77,7 @@ def delete_file(database: Database, settings: Settings, file_id: str) -> None:
 def _remove_content(settings: Settings, file_id: str) -> None:
     """Deletes the content of a file whose row is gone. If the object storage cannot be used, the next start
     of the service tries again."""
-    if copies.remove_file(settings, file_id):
+    if stored_files.remove_file(settings, file_id):
         pending.settle(settings.files_dir / file_id)
 
 
@@ -151,7 +151,7 @@ class Retention:
         return 0
 
     def _delete_by_age(self) -> int:
-        copies.remove_unused(self._settings, _UNUSED_COPY_SECONDS)
+        stored_files.remove_unused(self._settings, _UNUSED_COPY_SECONDS)
         days = self._settings.retention_days
         return 0 if days is None else delete_expired(self._database, self._settings, days)
 

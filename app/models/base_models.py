@@ -20,7 +20,7 @@ from app.models.hub import LARGEST_CONFIG_BYTES
 from app.planning import architectures, catalogue
 from app.planning.architectures import UnknownArchitecture
 from app.settings import Settings
-from app.storage import copies
+from app.storage import stored_files
 
 Source = Literal["built_in", "local", "hub"]
 KnownFrom = Literal["built_in", "local", "catalogue"]
@@ -111,7 +111,7 @@ def path_of(model: ModelReference, settings: Settings) -> str:
     if model.source == "hub":
         return split_revision(model.base_name)[0]
     if model.source == "job":
-        return str(copies.path_of_run(settings, str(model.job_id), "model") / "model")
+        return str(stored_files.path_of_run(settings, str(model.job_id), "model") / "model")
     if settings.models_dir is None:
         raise ValueError("ACCRUE_MODELS_DIR is not set for the worker")
     return str(settings.models_dir.absolute() / model.base_name)
@@ -124,7 +124,7 @@ def layer_paths(model: ModelReference, settings: Settings) -> tuple[str, ...]:
         Unavailable: the object storage that has them cannot be used.
     """
     return tuple(
-        str(copies.path_of_run(settings, layer.job_id, *layer.folder.split("/")) / layer.folder)
+        str(stored_files.path_of_run(settings, layer.job_id, *layer.folder.split("/")) / layer.folder)
         for layer in model.layers
     )
 

@@ -14,7 +14,7 @@ from app.models.base_models import PlannableModel
 from app.results import checkpoints
 from app.results.run_files import model_dir
 from app.settings import Settings
-from app.storage import copies
+from app.storage import stored_files
 from app.storage.database import Database
 from app.storage.session import Session
 from app.storage.tables import Job
@@ -140,7 +140,7 @@ def _reference(found: _Found, settings: Settings) -> tuple[ModelReference, Plann
         job_id=job.id,
         folder=place,
         lora=_unmerged(lora),
-        fingerprint=_fingerprint(name, copies.path_of_run(settings, job.id, *place.split("/")) / place),
+        fingerprint=_fingerprint(name, stored_files.path_of_run(settings, job.id, *place.split("/")) / place),
     )
     continued = spec.model.continued_adapters(adapters=lora is not None)
     below = spec.model.layers[:-1] if continued is not None else spec.model.layers

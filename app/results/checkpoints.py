@@ -6,8 +6,8 @@ from sqlalchemy import select
 
 from app.results.series import Evaluation, evaluations
 from app.settings import Settings
-from app.storage.copies import checkpoint_names
 from app.storage.session import Session
+from app.storage.stored_files import checkpoint_names
 from app.storage.tables import Job, JobEvent, StepMetric
 
 

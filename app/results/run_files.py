@@ -16,7 +16,7 @@ from app.contract.plain_files import folder as open_folder
 from app.contract.plain_files import open_plain, plain_files, read_plain
 from app.contract.reports import Completions, Operators
 from app.settings import Settings
-from app.storage import copies
+from app.storage import stored_files
 from app.storage.disk import remove_tree
 
 log = structlog.get_logger("accrue.service")
@@ -33,7 +33,7 @@ def model_dir(settings: Settings, job_id: str) -> Path:
     Raises:
         Unavailable: the object storage that has it cannot be used.
     """
-    return copies.path_of_run(settings, job_id, "model") / "model"
+    return stored_files.path_of_run(settings, job_id, "model") / "model"
 
 
 def remove_models(settings: Settings, job_id: str) -> None:
@@ -44,7 +44,7 @@ def remove_models(settings: Settings, job_id: str) -> None:
             remove_tree(settings.runs_dir, job_id, replica, "model")
     remove_tree(settings.runs_dir, job_id, "model")
     remove_tree(settings.runs_dir, job_id, "exports")
-    copies.remove_stored_models(settings, job_id)
+    stored_files.remove_stored_models(settings, job_id)
 
 
 def completions(settings: Settings, job_id: str) -> Completions:
@@ -70,7 +70,7 @@ def operators(settings: Settings, job_id: str) -> Operators | None:
 def profile_files(settings: Settings, job_id: str) -> list[str]:
     """The names of the downloadable profile files that exist."""
     with suppress(OSError):
-        there = plain_files(copies.path_of_run(settings, job_id, "profile"), "profile")
+        there = plain_files(stored_files.path_of_run(settings, job_id, "profile"), "profile")
         return [name for name in PROFILE_FILES if name in there]
     return []
 
@@ -80,7 +80,7 @@ def profile_file(settings: Settings, job_id: str, name: str) -> BinaryIO | None:
     if name not in profile_files(settings, job_id):
         return None
     with suppress(OSError):
-        return open_plain(copies.path_of_run(settings, job_id, "profile"), "profile", name)
+        return open_plain(stored_files.path_of_run(settings, job_id, "profile"), "profile", name)
     return None
 
 
@@ -102,7 +102,7 @@ def model_files(
         replica: the independent replica whose model it is; None for the job's own.
     """
     parts = ("model",) if replica is None else (f"replica-{replica}", "model")
-    return open_files(copies.path_of_run(settings, job_id, *parts), parts, named)
+    return open_files(stored_files.path_of_run(settings, job_id, *parts), parts, named)
 
 
 def open_files(root: Path, folder: Sequence[str], named: Collection[str]) -> dict[str, BinaryIO] | None:
@@ -176,7 +176,7 @@ def tar_response(files: Mapping[str, BinaryIO], name: str, stream: Callable[...,
 def _read(settings: Settings, kind: type[Content], job_id: str, *parts: str) -> Content | None:
     """The parsed content of a run's file, or None if the file is missing or invalid."""
     try:
-        root = copies.path_of_run(settings, job_id, *parts)
+        root = stored_files.path_of_run(settings, job_id, *parts)
         content = read_plain(root, *parts, max_bytes=_MAX_JSON_BYTES)
         return None if content is None else kind.model_validate_json(content)
     except (OSError, ValidationError) as error:

@@ -20,7 +20,7 @@ from app.jobs import lifecycle, parent_jobs
 from app.jobs.lifecycle import Submission
 from app.planning.inputs import PlanningInputs
 from app.settings import Settings
-from app.storage import copies
+from app.storage import stored_files
 from app.storage.database import Database
 from app.storage.group_commit import GroupCommit
 from app.storage.session import Session
@@ -99,7 +99,7 @@ class SubmissionHandler(ABC):
             stored = _store_data(checked[0], path, self.settings)
             duplicate_id = None if stored is None else files.find_duplicate(database, path, stored)
             if stored is not None:
-                copies.store_file(self.settings, path)
+                stored_files.store_file(self.settings, path)
             with database.writing() as session:
                 response = self._idempotency.replay(session)
                 is_repeated = response is not None

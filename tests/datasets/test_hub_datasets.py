@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from app.datasets import content, dataset_folder
-from app.datasets.containers import ReadOptions
+from app.datasets.file_types import ReadOptions
 from app.errors import Unprocessable
 from app.settings import Settings
 from tests.harness.hub import Hub, running_hub, use

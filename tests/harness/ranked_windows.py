@@ -14,7 +14,6 @@ from app.contract.plan import MicroBatchRule, TokenBudget
 from app.contract.spec import GradientCompression, ZeroStage
 from tests.harness.small_models import make_model, make_window64
 from workers.training.adapters import with_adapters
-from workers.training.balance import Balance, balance_of
 from workers.training.batches import Groups, cut_window
 from workers.training.decision import Observed, Verdict, decide
 from workers.training.distributed.compression import Exact, In16Bits
@@ -22,6 +21,7 @@ from workers.training.distributed.group import Group, ProcessGroup
 from workers.training.distributed.partition import partition
 from workers.training.distributed.sharding import ShardedParameters, ShardedSums, mesh_of, shard
 from workers.training.gradients import gradients_for
+from workers.training.load_balancing_loss import LoadBalancingLoss, load_balancing_loss_of
 from workers.training.loss import TokenLoss
 from workers.training.parameters import Parameters
 from workers.training.window import Clipping, LossScale, Window
@@ -94,7 +94,7 @@ def accumulate(
     """
     counted = Counted(group)
     model = _model(given)
-    balance = balance_of(model, "window")
+    balance = load_balancing_loss_of(model, "window")
     token_loss = TokenLoss(model, smoothing=given.smoothing, routed=balance is not None)
     own: Parameters = Parameters(model)
     if given.zero_stage and isinstance(group, ProcessGroup):
@@ -127,7 +127,7 @@ def _seen(
     parameters: Parameters,
     window: Window,
     token_loss: TokenLoss,
-    balance: Balance | None,
+    balance: LoadBalancingLoss | None,
 ) -> Seen:
     data = make_window64()
     lengths = np.asarray(data.lengths[: given.samples])

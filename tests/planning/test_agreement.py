@@ -13,7 +13,7 @@ from app.jobs import transitions
 from app.planning.devices import GIB, Device
 from app.settings import Settings
 from app.storage.database import Database
-from workers.launch import Launcher
+from workers.trainer_launcher import TrainerLauncher
 
 QUESTIONS = 200
 GPU = Device(0, "24GB", 24 * GIB, "cuda")
@@ -72,7 +72,7 @@ def uploaded(client: TestClient) -> dict[str, str]:
 def test_calculator_dry_run_and_job_give_the_same_plan(
     client: TestClient, settings: Settings, database: Database
 ) -> None:
-    source, launcher = random.Random(17), Launcher(settings, database)
+    source, launcher = random.Random(17), TrainerLauncher(settings, database)
     steps: Counter[bool] = Counter()
     files = uploaded(client)
     for number in range(QUESTIONS):

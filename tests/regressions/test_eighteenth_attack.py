@@ -1,5 +1,5 @@
 """Regression tests for the eighteenth attack. Those about files and columns are in
-tests/datasets/test_kinds_of_files.py, those about deleted models in tests/acceptance/test_continuing.py."""
+tests/datasets/test_file_types.py, those about deleted models in tests/acceptance/test_continuing.py."""
 
 import io
 import os

@@ -12,7 +12,7 @@ import pytest
 
 from app.contract import public_addresses
 from app.datasets import content, hub_datasets
-from app.datasets.containers import ReadOptions
+from app.datasets.file_types import ReadOptions
 from app.errors import TooManyRequests, Unprocessable
 from app.hub import client
 from app.models import hub as models

@@ -18,10 +18,10 @@ from tests.harness.specs import make_schedule, make_spec
 from tests.harness.training import events_of_kind, finished, run_to_end
 from workers.trainer_process import failure_of
 from workers.training import checkpoint, fit
-from workers.training.balance import balance_of
 from workers.training.data import held_out
 from workers.training.evaluation import Evaluated
 from workers.training.exceptions import CannotTrain
+from workers.training.load_balancing_loss import load_balancing_loss_of
 from workers.training.schedule import rate_factor
 from workers.training.training_run import TrainingRun
 
@@ -129,14 +129,14 @@ def test_an_absurd_balance_coefficient_is_named(value: float) -> None:
     model = make_any(small_config("mixtral"))
     model.config.router_aux_loss_coef = value
     with pytest.raises(CannotTrain, match="router_aux_loss_coef"):
-        balance_of(model, "window")
+        load_balancing_loss_of(model, "window")
 
 
 def test_fields_of_experts_in_another_family_s_config_are_ignored() -> None:
     model = make_any(small_config("gpt2"))
     model.config.router_aux_loss_coef, model.config.num_experts = 0.01, "x"
     model.config.num_experts_per_tok = 2
-    assert balance_of(model, "window") is None
+    assert load_balancing_loss_of(model, "window") is None
 
 
 def test_weights_that_the_model_does_not_have_are_reported(tmp_path: Path) -> None:

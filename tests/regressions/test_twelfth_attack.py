@@ -10,7 +10,7 @@ from tests.harness.specs import cpu_plan, make_spec
 from workers.reporter import SilentReporter
 from workers.run_directory import RANKS_MUST_RESTART, RunDirectory
 from workers.training.budget import WINDOWS_BEFORE_GROWTH, Budget
-from workers.training.distributed import launcher
+from workers.training.distributed import rank_launcher
 from workers.training.distributed.group import ALONE
 from workers.training.start import apply_learned
 from workers.training.state import LearnedBudget, RunState
@@ -54,8 +54,8 @@ def test_ranks_start_again_only_a_few_times(tmp_path: Path, checkpoint_every: in
 
 def test_ranks_that_start_again_and_again_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = with_ranks(create_run(tmp_path / "run", make_spec()), [0.5, 0.5], "fsdp")
-    monkeypatch.setattr(launcher, "_launch_once", lambda *_: RANKS_MUST_RESTART)
-    assert launcher.launch(run, run.assignment().plan.ranks, "cpu", lambda: False) == 1
+    monkeypatch.setattr(rank_launcher, "_launch_once", lambda *_: RANKS_MUST_RESTART)
+    assert rank_launcher.launch(run, run.assignment().plan.ranks, "cpu", lambda: False) == 1
     failure = run.failure()
     assert isinstance(failure, Failure)
     assert (failure.code, failure.permanent) == ("out_of_memory", True)

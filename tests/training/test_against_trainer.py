@@ -21,9 +21,9 @@ from tests.harness.small_models import VOCABULARY, make_model
 from tests.harness.specs import make_optimizer, make_schedule, make_spec
 from tests.harness.table import compared
 from tests.harness.training import interrupted_at, run_to_end, scale_losses
-from workers.training.balance import balance_of
 from workers.training.batches import BatchLayout, MicroBatch, Row, collate
 from workers.training.gradients import SeparateAccumulator
+from workers.training.load_balancing_loss import load_balancing_loss_of
 from workers.training.loss import TokenLoss
 from workers.training.window import Clipping, LossScale, Window
 
@@ -69,7 +69,7 @@ def window_of(
 ) -> tuple[Tensor, float, float]:
     """A window's gradient in micro-batches of `size` rows, and the loss and norm that are logged."""
     parameters = list(model.parameters())
-    balance = balance_of(model, "window")
+    balance = load_balancing_loss_of(model, "window")
     loss = TokenLoss(model, smoothing=smoothing, routed=balance is not None)
     kept = SeparateAccumulator(parameters) if held else None
     window = Window(parameters, torch.optim.SGD(parameters, lr=0.0), gradients=kept)

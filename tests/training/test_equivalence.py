@@ -22,9 +22,9 @@ from tests.harness.small_models import CONFIGS, Window64, make_model, promised
 from workers.training import head as heads
 from workers.training import loss
 from workers.training.adapters import with_adapters
-from workers.training.balance import balance_of
 from workers.training.batches import Groups, cut_window
 from workers.training.gradients import InPlace, SeparateAccumulator
+from workers.training.load_balancing_loss import load_balancing_loss_of
 from workers.training.loss import TokenLoss
 from workers.training.model import recompute_activations
 from workers.training.window import Window
@@ -77,7 +77,7 @@ def gradient(setting: Setting, data: Window64, groups: Groups) -> Tensor:
     """The gradient that a window leaves, as one vector."""
     model = model_of(setting.family, setting.dtype, setting.lora, setting.checkpointing)
     parameters = [p for p in model.parameters() if p.requires_grad]
-    balance = balance_of(model, setting.aux_scope)  # type: ignore[arg-type]
+    balance = load_balancing_loss_of(model, setting.aux_scope)  # type: ignore[arg-type]
     token_loss = TokenLoss(
         model, smoothing=setting.smoothing, chunked=setting.chunked, routed=balance is not None
     )

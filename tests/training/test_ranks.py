@@ -30,7 +30,7 @@ from workers.training.accumulate import divide, reduce_memory
 from workers.training.batches import BudgetCosts, costs_of_longest, cut_window
 from workers.training.budget import Budget
 from workers.training.decision import Verdict
-from workers.training.distributed import launcher
+from workers.training.distributed import rank_launcher
 from workers.training.distributed.group import Group
 from workers.training.distributed.partition import partition, partition_by_length
 from workers.training.exceptions import CannotTrain
@@ -409,6 +409,6 @@ def test_a_step_with_fewer_samples_than_ranks(tmp_path: Path, strategy: Strategy
 def test_a_stop_before_the_ranks_have_started_is_a_stop(tmp_path: Path) -> None:
     ranks = [subprocess.Popen(["sleep", "600"]) for _ in range(2)]
     try:
-        assert launcher._watch(RunDirectory(tmp_path), ranks, lambda: True, 0) == INTERRUPTED
+        assert rank_launcher._watch(RunDirectory(tmp_path), ranks, lambda: True, 0) == INTERRUPTED
     finally:
-        launcher._kill(ranks)
+        rank_launcher._kill(ranks)

@@ -12,7 +12,7 @@ from app.jobs import transitions
 from app.jobs.transitions import Fence
 from app.planning.devices import Device
 from app.settings import Settings
-from app.storage import copies
+from app.storage import stored_files
 from app.storage.database import Database
 from app.storage.objects import ObjectStorage, StoredFolder
 from app.storage.tables import Job
@@ -24,9 +24,9 @@ from workers import job_measurements
 from workers.fetched_run import FetchingTrainer
 from workers.job_end import end_job
 from workers.job_start import JobStart
-from workers.launch import Launcher
 from workers.leases import Running
 from workers.run_directory import RunDirectory
+from workers.trainer_launcher import TrainerLauncher
 
 CPU = Device(id=0, name="CPU", kind="cpu", memory_bytes=2**33)
 
@@ -38,7 +38,7 @@ def machine(settings: Settings, tmp_path: Path) -> Settings:
 
 @pytest.fixture
 def start(machine: Settings, database: Database) -> JobStart:
-    return JobStart(machine, database, Launcher(machine, database))
+    return JobStart(machine, database, TrainerLauncher(machine, database))
 
 
 def begun(start: JobStart, database: Database) -> tuple[Fence, Running]:
@@ -82,7 +82,7 @@ def test_an_attempt_whose_objects_are_damaged_counts_as_failed(
     start: JobStart, database: Database, machine: Settings, tmp_path: Path
 ) -> None:
     (machine.files_dir / "file-1").write_text("samples")
-    copies.store_file(machine, machine.files_dir / "file-1")
+    stored_files.store_file(machine, machine.files_dir / "file-1")
     (machine.files_dir / "file-1").unlink()
     [content] = (tmp_path / "bucket").rglob("content")
     content.unlink()

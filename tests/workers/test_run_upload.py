@@ -10,9 +10,9 @@ from app.contract.plain_files import NotPlain
 from app.errors import Unavailable
 from app.jobs.transitions import Fence
 from app.settings import Settings
-from app.storage.copies import attempt_of_run
 from app.storage.disk import remove_tree
 from app.storage.objects import Manifest, ObjectStorage, StoredFolder
+from app.storage.stored_files import attempt_of_run
 from tests.harness.runs import until
 from workers import run_upload
 from workers.fetched_run import FetchingTrainer, Inputs, fetch_run

@@ -29,11 +29,11 @@ from tests.harness.submissions import submitted
 from workers import temperature
 from workers.fetched_run import FetchingTrainer
 from workers.job_start import JobStart
-from workers.launch import Launcher
 from workers.leases import Running
 from workers.run_directory import INTERRUPTED, RunDirectory
 from workers.slots import Slots
 from workers.supervisor import Supervisor
+from workers.trainer_launcher import TrainerLauncher
 
 
 @pytest.fixture
@@ -198,12 +198,12 @@ def test_an_interrupted_trainer_gets_the_time_that_its_checkpoint_takes(
 ) -> None:
     """The checkpoint takes a second to write, which is longer than the grace of a small one."""
     hasty = supervisor.settings.model_copy(update={"stop_grace_seconds": 0.1})
-    supervisor.start = JobStart(hasty, database, Launcher(hasty, database))
+    supervisor.start = JobStart(hasty, database, TrainerLauncher(hasty, database))
     write = 'trap \'sleep 1; touch "$1/written"; exit 75\' TERM; touch "$1/ready"; '
     stand_in(supervisor, monkeypatch, write + "while true; do sleep 0.1; done")
     endless(settings, database)
     for size in (500_000_000, 0):
-        monkeypatch.setattr("workers.launch.checkpoint_bytes", lambda spec, size=size: size)
+        monkeypatch.setattr("workers.trainer_launcher.checkpoint_bytes", lambda spec, size=size: size)
         turn(supervisor)
         [running] = supervisor.running
         ready, written = running.run.path / "ready", running.run.path / "written"
@@ -322,7 +322,7 @@ def test_a_start_that_fails_leaves_no_trainer_behind(
     supervisor: Supervisor, settings: Settings, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started = []
-    monkeypatch.setattr("workers.launch.TrainerProcess", lambda *_, **__: started.append(1))
+    monkeypatch.setattr("workers.trainer_launcher.TrainerProcess", lambda *_, **__: started.append(1))
     monkeypatch.setattr(queue, "seconds_run", lambda *_: 1 / 0)  # the last step before the process
     job_id = endless(settings, database)
     with database.writing() as session:
@@ -347,7 +347,7 @@ def test_a_full_disk_postpones_the_job_without_counting_a_crash(
     assert supervisor.running == []  # not before there may be room
     with database.writing() as session:
         session.execute(update(Job).values(not_before=0.0))
-    monkeypatch.setattr("workers.launch.shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
+    monkeypatch.setattr("workers.trainer_launcher.shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
     supervisor._claim_for_free_devices()
     assert supervisor.running == []
     assert (job(database, job_id).attempt, job(database, job_id).failures) == (2, 0)
@@ -609,7 +609,7 @@ def test_devices_are_held_until_all_jobs_have_made_way(
             ("queued", 1)
         ] * 2
         assert len(supervisor.running) == 1
-        supervisor.making_way._next_look_at = 0.0
+        supervisor.preemptor._next_look_at = 0.0
         supervisor._make_way()
         assert job(database, wide).status == "running", "nothing makes way for jobs with lower priorities"
     finally:
@@ -617,7 +617,7 @@ def test_devices_are_held_until_all_jobs_have_made_way(
 
 
 @contextmanager
-def making_way(
+def a_full_worker(
     settings: Settings, database: Database, monkeypatch: pytest.MonkeyPatch, checkpoint_seconds: float
 ) -> Iterator[tuple[Supervisor, str, str]]:
     """A supervisor with one device, the job that makes way on it, and the job that is to run there."""
@@ -636,7 +636,7 @@ def making_way(
         values = {"priority": 10, "created_at": Job.created_at - 20.0}
         session.execute(update(Job).where(Job.id == urgent).values(values))
     supervisor._make_way()
-    assert urgent in supervisor.making_way.held
+    assert urgent in supervisor.preemptor.held
     try:
         yield supervisor, low, urgent
     finally:
@@ -647,14 +647,14 @@ def making_way(
 def test_held_devices_are_given_back_if_the_job_no_longer_waits(
     settings: Settings, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with making_way(settings, database, monkeypatch, 1.0) as (supervisor, low, urgent):
+    with a_full_worker(settings, database, monkeypatch, 1.0) as (supervisor, low, urgent):
         with database.writing() as session:
             lifecycle.cancel(session, urgent)
         ends = time.monotonic() + 60
         while job(database, low).attempt == 1 and time.monotonic() < ends:
             turn(supervisor)
         assert (job(database, low).status, job(database, low).attempt) == ("running", 2)
-        assert not supervisor.making_way.held
+        assert not supervisor.preemptor.held
 
 
 def test_a_database_error_neither_loses_the_room_nor_the_devices_locks(
@@ -665,7 +665,7 @@ def test_a_database_error_neither_loses_the_room_nor_the_devices_locks(
     def fails(*_: Any, **__: Any) -> Any:
         raise OperationalError("", {}, Exception("database is locked"))
 
-    with making_way(settings, database, monkeypatch, 0.0) as (supervisor, _, urgent):
+    with a_full_worker(settings, database, monkeypatch, 0.0) as (supervisor, _, urgent):
         until(lambda: supervisor.running[0].trainer.status() is not None)
         supervisor.turn()
         monkeypatch.setattr(queue, "claim", fails)

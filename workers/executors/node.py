@@ -26,7 +26,7 @@ from app.planning.devices import Device
 from workers.executors.shared_files import LaunchOrder, NodeEnd, SharedFiles
 from workers.run_directory import INTERRUPTED, RunDirectory
 from workers.trainer_process import TrainerProcess
-from workers.training.distributed.launcher import FIRST_RANK_VARIABLE, RANKS_HERE_VARIABLE
+from workers.training.distributed.rank_launcher import FIRST_RANK_VARIABLE, RANKS_HERE_VARIABLE
 
 log = logging.getLogger("accrue.node")
 

@@ -23,7 +23,7 @@ from app.exports.requests import Claimed
 from app.logs import configure
 from app.models import base_models
 from app.settings import Settings, get_settings
-from app.storage import copies
+from app.storage import stored_files
 from app.storage.database import Database
 from app.storage.disk import remove_tree
 from app.storage.ids import new_id
@@ -110,7 +110,7 @@ def _make(
         with database.reading() as session:
             is_deleted = not requests.exists(session, claimed.id)
         if is_deleted:
-            copies.remove_export(settings, claimed.job_id, claimed.id)
+            stored_files.remove_export(settings, claimed.job_id, claimed.id)
     if result is None:
         return
     if kept and result.error is None and not is_stored_elsewhere:
@@ -132,7 +132,7 @@ def _in_child(
         lambda: (
             base_models.path_of(order.model, settings),
             base_models.layer_paths(order.model, settings),
-            copies.path_of_file(settings, order.data_file).resolve(),
+            stored_files.path_of_file(settings, order.data_file).resolve(),
         )
     )
     if not _awaited(finding.done, claimed, process, database, stopped):
@@ -193,7 +193,7 @@ def _store(claimed: Claimed, folder: Path, settings: Settings) -> None:
     storage = object_storage(settings)
     if storage is None:
         return
-    stored = copies.stored_export(storage, claimed.job_id, claimed.id)
+    stored = stored_files.stored_export(storage, claimed.job_id, claimed.id)
     files = {}
     for name in plain_files(folder, FILES):
         with open_plain(folder, FILES, name) as file:

@@ -22,7 +22,7 @@ from app.datasets import previews
 from app.errors import Unavailable
 from app.models import base_models
 from app.settings import Settings
-from app.storage import copies
+from app.storage import stored_files
 from app.storage.database import Database, is_unavailable
 from app.storage.disk import remove_tree
 from workers.children import children_of, wait_until_gone
@@ -87,7 +87,7 @@ def _make_in_child(order: PreviewSpec, settings: Settings) -> tuple[DatasetPrevi
     """
     try:
         model = base_models.path_of(order.model, settings)
-        data = copies.path_of_file(settings, order.data.file_id).resolve()
+        data = stored_files.path_of_file(settings, order.data.file_id).resolve()
     except (ValueError, Unavailable) as error:
         return None, str(error)
     with _temporary_folder() as folder:

@@ -27,11 +27,11 @@ from workers.profiling.unroll import REPEATED, unroll
 from workers.training import model as models
 from workers.training.attention import heads_repeated
 from workers.training.auto_class import auto_class
-from workers.training.balance import Balance, balance_of
 from workers.training.batches import MicroBatch
 from workers.training.direct_sums import DirectSums
 from workers.training.gradients import Gradients, gradients_for
 from workers.training.head import Head, head_of
+from workers.training.load_balancing_loss import LoadBalancingLoss, load_balancing_loss_of
 from workers.training.loss import Forward, TokenLoss
 from workers.training.loss_checks import reports_routing
 from workers.training.optimizer import make_optimizer
@@ -79,7 +79,7 @@ class _Step:
 
     window: Window
     gradients: Gradients
-    balance: Balance | None
+    balance: LoadBalancingLoss | None
     token_loss: TokenLoss
     precision: Any
 
@@ -106,7 +106,7 @@ class Simulation:
             self._model = self._build(config)
         with self._mode:
             _materialise(self._model)
-        self._balance = balance_of(self._model, recipe.aux_scope)
+        self._balance = load_balancing_loss_of(self._model, recipe.aux_scope)
         smoothing = 0.1 if recipe.label_smoothing else 0.0
         self._token_loss = TokenLoss(self._model, smoothing=smoothing, routed=self._balance is not None)
         score = score_layer_of(self._model)

@@ -32,7 +32,12 @@ from workers.run_directory import (
     RunDirectoryInUse,
 )
 from workers.training.distributed.independent import PART_VARIABLE, train_replicas
-from workers.training.distributed.launcher import RENDEZVOUS_VARIABLE, first_rank, has_other_nodes, launch
+from workers.training.distributed.rank_launcher import (
+    RENDEZVOUS_VARIABLE,
+    first_rank,
+    has_other_nodes,
+    launch,
+)
 from workers.training.exceptions import CannotTrain, Interrupted, LostRank, RanksMustRestart
 from workers.training.fetching import fetch, fetch_in_child, first_lines, is_transient
 from workers.training.filesystem_view import drop_capabilities, isolate

@@ -16,11 +16,11 @@ from workers.training import (
     cooling,
     device_errors,
     evaluation,
+    first_steps_tuning,
     guards,
     memory,
     noise_scale,
     ramp,
-    size_sweep,
     torch_profile,
     trials,
 )
@@ -97,12 +97,12 @@ def measure(training: TrainingRun) -> Outcome:
         InterruptionRequested: an interruption was requested.
     """
     state = training.state
-    while state.step < size_sweep.AFTER_STEPS:
+    while state.step < first_steps_tuning.AFTER_STEPS:
         if training.any_interruption():
             raise InterruptionRequested
         advance(training)
-    tuning = size_sweep.measure_sizes(training)
-    size_sweep.apply(training, tuning)
+    tuning = first_steps_tuning.measure_sizes(training)
+    first_steps_tuning.apply(training, tuning)
     return outcome(training, files=(), tuning=tuning)
 
 
@@ -127,8 +127,8 @@ def train(training: TrainingRun) -> None:
             cooling.wait_until_cool(training)
             continue
         measured = all(budget.learned.measured for budget in training.budgets)
-        if spec.tune == "first" and not measured and state.step >= size_sweep.AFTER_STEPS:
-            size_sweep.apply(training, size_sweep.measure_sizes(training))
+        if spec.tune == "first" and not measured and state.step >= first_steps_tuning.AFTER_STEPS:
+            first_steps_tuning.apply(training, first_steps_tuning.measure_sizes(training))
         if not state.step and state.progress.skipped:  # no window so far had a gradient to compare
             with final_failures(training.group):
                 certificate.certify(training)

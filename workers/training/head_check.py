@@ -73,8 +73,7 @@ def check_scores(replica: Replica, loader: Loader) -> None:
     first = replace(batch, input_ids=batch.input_ids[:1, : batch.lengths[0]], position_ids=None)
     with replica.autocast(), models.without_randomness(replica.model), torch.no_grad():
         error = float(replica.token_loss(first, probe_head=True).loss_sum)
-    narrow = replica.precision in models.AUTOCAST or models.is_narrow(replica.model)
-    if not error <= (_TOLERANCE_IN_16_BITS if narrow else _TOLERANCE_OF_SCORES):
+    if not error <= (_TOLERANCE_IN_16_BITS if _in_low_precision(replica) else _TOLERANCE_OF_SCORES):
         raise CannotTrain(
             "not_supported",
             "the model's own scores are not those of its last layer at the last token (they differ by "
@@ -88,19 +87,19 @@ def _difference(replica: Replica, batch: MicroBatch) -> str | None:
     with models.without_randomness(replica.model), torch.no_grad():
         if not replica.is_sharded:
             try:
-                return _difference_of(replica, batch, narrow=models.is_narrow(replica.model))
+                low_precision = models.has_low_precision_weights(replica.model)
+                return _difference_of(replica, batch, low_precision=low_precision)
             except RuntimeError as error:
                 if device_errors.is_out_of_memory(error):
                     raise
         with replica.autocast():
-            narrow = replica.precision in models.AUTOCAST or models.is_narrow(replica.model)
-            return _difference_of(replica, batch, narrow=narrow)
+            return _difference_of(replica, batch, low_precision=_in_low_precision(replica))
 
 
-def _difference_of(replica: Replica, batch: MicroBatch, *, narrow: bool) -> str | None:
+def _difference_of(replica: Replica, batch: MicroBatch, *, low_precision: bool) -> str | None:
     loss, head = replica.token_loss, replica.token_loss.head
     assert head is not None
-    tolerance = _TOLERANCE_IN_16_BITS if narrow else _TOLERANCE
+    tolerance = _TOLERANCE_IN_16_BITS if low_precision else _TOLERANCE
     probed = float(loss(batch, probe_head=True).loss_sum)
     if not probed <= (_TOLERANCE_IF_PLAIN if head.is_plain else tolerance):
         return (
@@ -113,6 +112,10 @@ def _difference_of(replica: Replica, batch: MicroBatch, *, narrow: bool) -> str 
         expected = loss(batch).loss_sum
     error = relative_difference(found, expected, len(batch.targets))
     return None if error <= tolerance else f"the loss differs by {error:.1e}"
+
+
+def _in_low_precision(replica: Replica) -> bool:
+    return replica.precision in models.AUTOCAST or models.has_low_precision_weights(replica.model)
 
 
 def _beginning_of_a_sample(loader: Loader) -> MicroBatch:

@@ -5,11 +5,11 @@ import torch
 from app.contract.assignment import Assignment
 from workers.training import memory
 from workers.training import model as models
-from workers.training.balance import Balance
 from workers.training.direct_sums import DirectSums, on_cpu
 from workers.training.distributed.compression import Exact, In16Bits
 from workers.training.distributed.group import Group, ProcessGroup
 from workers.training.gradients import Gradients, gradients_for
+from workers.training.load_balancing_loss import LoadBalancingLoss
 from workers.training.loss import TokenLoss
 from workers.training.parameters import Parameters
 from workers.training.replica import Replica
@@ -40,7 +40,7 @@ def make_replica(
     token_loss: TokenLoss,
     parameters: Parameters,
     optimizer: torch.optim.Optimizer,
-    balance: Balance | None,
+    balance: LoadBalancingLoss | None,
     state: RunState,
     group: Group,
 ) -> Replica:

@@ -233,7 +233,7 @@ def _restore_scaling(config: Any) -> None:
         del config.accrue_rescale_every
 
 
-def is_narrow(model: torch.nn.Module) -> bool:
+def has_low_precision_weights(model: torch.nn.Module) -> bool:
     """Whether some weights have fewer than 32 bits."""
     return any(
         weight.is_floating_point() and weight.dtype.itemsize < torch.float32.itemsize

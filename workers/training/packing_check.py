@@ -197,8 +197,8 @@ def _errors(replica: Replica, samples: Sequence[Tokens], layouts: Layouts) -> tu
                 if device_errors.is_out_of_memory(error):
                     raise
         with replica.autocast():
-            narrow = replica.precision in models.AUTOCAST
-            return errors(), _ROUNDING_IN_16_BITS if narrow else _rounding_of_weights(replica)
+            low_precision = replica.precision in models.AUTOCAST
+            return errors(), _ROUNDING_IN_16_BITS if low_precision else _rounding_of_weights(replica)
 
 
 def _errors_in_fp64(replica: Replica, samples: Sequence[Tokens], layouts: Layouts) -> PackingErrors | None:
@@ -225,7 +225,7 @@ def _operations(replica: Replica, samples: Sequence[Tokens]) -> float:
 
 def _rounding_of_weights(replica: Replica) -> float:
     """How much rounding may change a loss if the model computes in the precision of its weights."""
-    return _ROUNDING_IN_16_BITS if models.is_narrow(replica.model) else 1e-6
+    return _ROUNDING_IN_16_BITS if models.has_low_precision_weights(replica.model) else 1e-6
 
 
 def packing_errors(

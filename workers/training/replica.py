@@ -10,9 +10,9 @@ from torch.profiler import record_function
 from app.contract.spec import RunPrecision
 from workers.training import memory
 from workers.training import model as models
-from workers.training.balance import Balance
 from workers.training.batches import MicroBatch
 from workers.training.distributed.compression import In16Bits
+from workers.training.load_balancing_loss import LoadBalancingLoss
 from workers.training.loss import Forward, TokenLoss
 from workers.training.parameters import Parameters
 from workers.training.stopwatch import Stopwatch
@@ -33,7 +33,7 @@ class Replica:
     parameters: Parameters
     window: Window
     token_loss: TokenLoss
-    balance: Balance | None
+    balance: LoadBalancingLoss | None
     """None if the model has no experts, or if their load is not to be balanced."""
     loss_scale: LossScale | None
     """None unless the precision is fp16."""
@@ -114,7 +114,7 @@ class Accumulating(Protocol):
     """What `add` needs; a simulated step implements it, too."""
 
     window: Window
-    balance: Balance | None
+    balance: LoadBalancingLoss | None
 
     def forward(self, batch: MicroBatch) -> Forward: ...
 

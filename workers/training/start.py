@@ -14,9 +14,8 @@ from app.contract.plan import FixedCount, Plan, RankPlan, TokenBudget
 from app.contract.reports import LearnedLimits
 from workers.reporter import Reporter
 from workers.run_directory import RunDirectory
-from workers.training import base_model, checkpoint, guards, size_sweep
+from workers.training import base_model, checkpoint, first_steps_tuning, guards
 from workers.training import model as models
-from workers.training.balance import Balance, balance_of
 from workers.training.batch_loader import Loader
 from workers.training.batches import BatchLayout, Buckets
 from workers.training.budget import Budget
@@ -28,6 +27,7 @@ from workers.training.distributed.shares import Shares
 from workers.training.exceptions import CannotTrain, Interrupted
 from workers.training.head_check import check_head, check_scores
 from workers.training.kernels import choose_kernels
+from workers.training.load_balancing_loss import LoadBalancingLoss, load_balancing_loss_of
 from workers.training.loss import TokenLoss
 from workers.training.loss_checks import (
     check_causality,
@@ -173,7 +173,7 @@ def _replica(
     """This rank's model and optimizer, with the weights and the state of the newest checkpoint."""
     spec, plan = assignment.spec, assignment.plan
     device = device_of(plan, plan.ranks[group.rank], deterministic=spec.deterministic)
-    balance = balance_of(model, spec.aux_scope)
+    balance = load_balancing_loss_of(model, spec.aux_scope)
     token_loss = TokenLoss(model, smoothing=spec.label_smoothing, routed=balance is not None)
     token_loss.passes_boundaries = spec.attention == "flash_attention_2" and not spec.compile
     parameters = place_parameters(assignment, token_loss, device, group)
@@ -285,7 +285,7 @@ def _most_tokens(assignment: Assignment) -> int:
             full += full // 2
         tokens = rule.tokens if isinstance(rule, TokenBudget) else full
         if assignment.spec.tune is not None:  # sizes up to four times the planned one are tried
-            tokens = max(tokens, min(plan.most_tokens or 0, round(tokens * size_sweep.LADDER[0])))
+            tokens = max(tokens, min(plan.most_tokens or 0, round(tokens * first_steps_tuning.LADDER[0])))
         most = max(most, tokens)
     return most
 
@@ -409,7 +409,7 @@ def _check_token_ids(samples: Samples, model: Any, name: str) -> None:
 
 
 def _layout(
-    assignment: Assignment, rank: RankPlan, tokenizer: Any, model: Any, balance: Balance | None
+    assignment: Assignment, rank: RankPlan, tokenizer: Any, model: Any, balance: LoadBalancingLoss | None
 ) -> BatchLayout:
     data, short = assignment.spec.data, longrope_short_length(model)
     budget = rank.micro_batch_size * data.tokens_per_sample

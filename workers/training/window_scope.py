@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from torch.profiler import record_function
 
-from workers.training.balance import Balance
 from workers.training.batch_loader import Indices
 from workers.training.batches import Groups, MicroBatch
 from workers.training.data import Samples
 from workers.training.distributed.group import Group
+from workers.training.load_balancing_loss import LoadBalancingLoss
 from workers.training.objectives import Objective
 from workers.training.passes import observe_micro_batches
 from workers.training.training_run import TrainingRun
@@ -67,7 +67,7 @@ def _observe_objective(
 
 
 def _observe_routing(
-    training: TrainingRun, balance: Balance, window: Indices, groups: list[Groups], group: Group
+    training: TrainingRun, balance: LoadBalancingLoss, window: Indices, groups: list[Groups], group: Group
 ) -> None:
     """Counts the routers' choices of a mixture of experts. The pass draws the same random numbers as the one
     with gradient, so that both route the same way."""

@@ -18,13 +18,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from app.contract.plan import Plan
-from workers.training.distributed.launcher import RENDEZVOUS_VARIABLE
+from workers.training.distributed.rank_launcher import RENDEZVOUS_VARIABLE
 from workers.training.distributed.rank_timeout import Cost, RankTimeout
 from workers.training.exceptions import LostRank
 
 TIMEOUT = timedelta(days=7)
 """Ranks wait this long for each other. Rank 0 may tokenise for hours while the others wait; the launcher
-notices ranks that ended or hang (launcher.py)."""
+notices ranks that ended or hang (rank_launcher.py)."""
 
 
 class Pending(Protocol):

@@ -22,7 +22,7 @@ from app.contract.reports import EventLine, Failure, LogLine, RankLine
 from app.contract.spec import Shard
 from workers.reporter import Reporter
 from workers.run_directory import INTERRUPTED, RunDirectory
-from workers.training.distributed.launcher import start_process
+from workers.training.distributed.rank_launcher import start_process
 
 log = logging.getLogger("accrue.trainer")
 

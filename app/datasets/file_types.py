@@ -1,4 +1,4 @@
-"""The kinds of files that samples come in, and how each is read row by row, in bounded memory except for a
+"""The types of files that samples come in, and how each is read row by row, in bounded memory except for a
 JSON file that is one object."""
 
 import codecs
@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from app.contract.row_shapes import ColumnField
 
-Container = Literal["jsonl", "json", "csv", "parquet", "text"]
+FileType = Literal["jsonl", "json", "csv", "parquet", "text"]
 SampleBy = Literal["document", "paragraph", "line"]
 """What becomes one sample of a plain text file; paragraphs are separated by empty lines."""
 
@@ -43,17 +43,17 @@ class ReadOptions:
 
 
 class BadFile(ValueError):
-    """A file that cannot be read as its kind; the message says why."""
+    """A file that cannot be read as its type; the message says why."""
 
 
-def container_of(name: str, head: bytes) -> Container:
-    """The kind of a file, by its first bytes and its name; files of unknown kinds are taken for JSON lines.
+def file_type_of(name: str, head: bytes) -> FileType:
+    """The type of a file, by its first bytes and its name; files of unknown types are taken for JSON lines.
 
     Args:
         head: the first `HEAD_BYTES` bytes.
 
     Raises:
-        BadFile: the file is of a kind that is not supported.
+        BadFile: the file is of a type that is not supported.
     """
     suffix = Path(name).suffix.lower()
     if head.startswith(_PARQUET):
@@ -84,7 +84,7 @@ def _is_sample(start: bytes) -> bool:
 
 
 def read_rows(
-    path: Path, name: str, container: Container, *, sample_by: SampleBy = "document", longest: int = 2**23
+    path: Path, name: str, container: FileType, *, sample_by: SampleBy = "document", longest: int = 2**23
 ) -> Iterator[Row]:
     """The rows of a file; a text file has rows with the one key `text`.
 

@@ -36,7 +36,7 @@ class HeldDevices:
     """When the devices are given back, on the monotonic clock."""
 
 
-class MakingWay:
+class Preemptor:
     """The queued jobs for which this worker is freeing devices, or holds them."""
 
     def __init__(self, settings: Settings, database: Database, worker_id: str) -> None:

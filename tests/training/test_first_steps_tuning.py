@@ -18,7 +18,7 @@ from tests.harness.specs import make_spec
 from tests.harness.training import run_to_end, scale_losses, weights
 from workers.reporter import Reporter
 from workers.run_directory import RunDirectory
-from workers.training import fit, size_sweep
+from workers.training import first_steps_tuning, fit
 from workers.training.start import start
 from workers.training.trackers import Trackers
 from workers.training.training_run import TrainingRun
@@ -34,7 +34,7 @@ def settled(run: RunDirectory) -> Iterator[TrainingRun]:
     assignment = run.assignment()
     with Reporter(run, 1) as reporter, Trackers((), assignment, run.path) as trackers:
         training, _ = start(run, assignment, reporter, trackers, lambda: False)
-        for _ in range(size_sweep.AFTER_STEPS):
+        for _ in range(first_steps_tuning.AFTER_STEPS):
             fit.advance(training)
         yield training
         training.loader.close()
@@ -48,7 +48,7 @@ def tensors(training: TrainingRun) -> list[torch.Tensor]:
 def test_a_sweep_leaves_everything_as_it_was_bit_by_bit(tmp_path: Path) -> None:
     with settled(lay(tmp_path / "run", "first")) as training:
         before, state = tensors(training), training.state.to_json()
-        tuning = size_sweep.measure_sizes(training)
+        tuning = first_steps_tuning.measure_sizes(training)
         assert all(torch.equal(a, b) for a, b in zip(before, tensors(training), strict=True))
         assert training.state.to_json() == state
         assert all(parameter.grad is None for parameter in training.replica.model.parameters())
@@ -64,7 +64,7 @@ def test_a_tuned_run_trains_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyP
     plain, tuned = lay(tmp_path / "plain", None), lay(tmp_path / "tuned", "first")
     run_to_end(plain)
     monkeypatch.setattr(
-        size_sweep, "smallest_of_the_fastest", lambda pairs: min(tokens for tokens, _ in pairs)
+        first_steps_tuning, "smallest_of_the_fastest", lambda pairs: min(tokens for tokens, _ in pairs)
     )
     run_to_end(tuned)
     (event,) = [event for event in events_of(tuned) if event["type"] == "tuned"]
@@ -80,7 +80,7 @@ def test_a_sweep_that_confirms_the_plan_does_not_change_the_run(
 ) -> None:
     plain, tuned = lay(tmp_path / "plain", None), lay(tmp_path / "tuned", "first")
     run_to_end(plain)
-    monkeypatch.setattr(size_sweep, "smallest_of_the_fastest", lambda pairs: 512)
+    monkeypatch.setattr(first_steps_tuning, "smallest_of_the_fastest", lambda pairs: 512)
     run_to_end(tuned)
     assert log_of(plain) == log_of(tuned)
     assert all(torch.equal(value, weights(tuned)[name]) for name, value in weights(plain).items())
@@ -98,7 +98,7 @@ def test_a_size_that_does_not_fit_is_excluded_from_the_result(
             return 1.0
 
         scale_losses(monkeypatch, failing)
-        tuning = size_sweep.measure_sizes(training)
+        tuning = first_steps_tuning.measure_sizes(training)
     assert tuning.tried
     assert all(tried.largest_tokens <= limit for tried in tuning.tried)
 
@@ -107,7 +107,7 @@ def test_tune_only_saves_no_model(tmp_path: Path) -> None:
     run = lay(tmp_path / "run", "only", steps=1)
     outcome = run_to_end(run)
     assert outcome.tuning is not None
-    assert outcome.steps == size_sweep.AFTER_STEPS
+    assert outcome.steps == first_steps_tuning.AFTER_STEPS
     assert outcome.files == ()
     assert not run.model.exists()
 
@@ -116,7 +116,7 @@ def test_tune_only_saves_no_model(tmp_path: Path) -> None:
 def test_candidates_keep_within_memory_and_make_sense_for_the_window(
     planned: int, most: int, lengths: list[int]
 ) -> None:
-    found = size_sweep.candidates(planned, most, np.asarray(lengths))
+    found = first_steps_tuning.candidates(planned, most, np.asarray(lengths))
     longest = max(lengths)
     assert found == sorted(set(found), reverse=True)
     assert all(longest <= budget <= max(longest, most) for budget in found)

@@ -27,7 +27,7 @@ _MOST_COEFFICIENT = 100.0
 
 
 @dataclass
-class Balance:
+class LoadBalancingLoss:
     """Computes the load-balancing loss, one window after another."""
 
     coefficient: float
@@ -111,7 +111,9 @@ class Balance:
         return torch.zeros_like(detached).scatter_(1, detached.topk(self.top_k, dim=-1).indices, 1.0)
 
 
-def balance_of(model: Any, scope: Literal["window", "sequence", "none"]) -> Balance | None:
+def load_balancing_loss_of(
+    model: Any, scope: Literal["window", "sequence", "none"]
+) -> LoadBalancingLoss | None:
     """The load-balancing loss of a model's config, or None if it has none or `scope` is \"none\".
 
     Raises:
@@ -137,7 +139,7 @@ def balance_of(model: Any, scope: Literal["window", "sequence", "none"]) -> Bala
             "model_not_loaded",
             f"num_experts_per_tok in the model's config.json is {top_k}, but there are {experts} experts",
         )
-    return Balance(float(coefficient), int(experts), int(top_k), scope)
+    return LoadBalancingLoss(float(coefficient), int(experts), int(top_k), scope)
 
 
 def _at_least_fp32(tensor: Tensor) -> torch.dtype:

@@ -15,8 +15,8 @@ import pytest
 from fastapi.testclient import TestClient
 
 from app.contract.data_formats import parse_line
-from app.datasets.containers import ReadOptions
 from app.datasets.conversion import convert
+from app.datasets.file_types import ReadOptions
 from app.settings import Settings
 
 QUESTIONS = [("Add, and say “why”.", "1 + 1", "2", 1.0), ("Name a colour\nor two.", "", "red; blue", 0.5)]

@@ -41,7 +41,7 @@ def measure_sizes(training: TrainingRun) -> Tuning:
     """
     group, tuning = training.group, None
     try:
-        tuning = _sweep(replace(training, group=ALONE, budgets=[training.budget]))
+        tuning = _measure_ladder(replace(training, group=ALONE, budgets=[training.budget]))
     except InterruptionRequested:
         if group.size == 1:
             raise
@@ -51,7 +51,7 @@ def measure_sizes(training: TrainingRun) -> Tuning:
     return tuning
 
 
-def _sweep(training: TrainingRun) -> Tuning:
+def _measure_ladder(training: TrainingRun) -> Tuning:
     loader, budget = training.loader, training.budget
     most, whole = budget.most_worth_measuring, training.next_window()
     planned = budget.tokens(int(loader.lengths(whole).max()))

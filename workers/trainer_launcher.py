@@ -44,7 +44,7 @@ _CHECKPOINT_BYTES_PER_SECOND = 50e6
 
 
 @dataclass(frozen=True)
-class Launcher:
+class TrainerLauncher:
     """Starts the trainers of one worker."""
 
     settings: Settings

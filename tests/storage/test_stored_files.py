@@ -12,7 +12,7 @@ from app.maintenance.data_folder import clean
 from app.models import base_models
 from app.results import run_files
 from app.settings import Settings
-from app.storage import copies, pending
+from app.storage import pending, stored_files
 from app.storage.database import Database
 from app.storage.objects import Manifest, ObjectStorage, object_storage
 from app.storage.tables import Job
@@ -54,7 +54,7 @@ def trained(machine: Settings, storage: ObjectStorage, attempt: int, text: str, 
     (run.model / "config.json").write_text(text)
     (run.checkpoints / f"step-{attempt}").mkdir(parents=True)
     (run.checkpoints / f"step-{attempt}" / "state").write_text(text)
-    upload = RunUpload(run, copies.stored_run(storage, job_id), machine, attempt, 10)
+    upload = RunUpload(run, stored_files.stored_run(storage, job_id), machine, attempt, 10)
     upload.finish()
     upload._thread.join(30)
     assert upload.finish()
@@ -69,8 +69,8 @@ def test_a_model_is_read_where_the_newest_attempt_has_put_it(
     trained(there, storage, 2, "second")
     assert (run_files.model_dir(here, JOB) / "config.json").read_text() == "second"
     assert run_files.model_dir(there, JOB) == there.runs_dir / JOB / "model"
-    assert copies.checkpoint_names(here, JOB) == {"step-2"}
-    assert copies.checkpoint_names(there, JOB) == {"step-2"}
+    assert stored_files.checkpoint_names(here, JOB) == {"step-2"}
+    assert stored_files.checkpoint_names(there, JOB) == {"step-2"}
     spec = make_spec()
     model = spec.model.model_copy(update={"source": "job", "job_id": JOB})
     assert (Path(base_models.path_of(model, here)) / "config.json").read_text() == "second"
@@ -82,23 +82,23 @@ def test_a_model_is_read_where_the_newest_attempt_has_put_it(
 
 def test_a_file_is_fetched_where_it_was_not_uploaded(here: Settings, there: Settings) -> None:
     (here.files_dir / "file-1").write_text("samples")
-    copies.store_file(here, here.files_dir / "file-1")
-    assert copies.path_of_file(here, "file-1") == here.files_dir / "file-1"
-    assert copies.path_of_file(there, "file-1").read_text() == "samples"
-    assert not copies.path_of_file(there, "file-2").exists()
-    assert copies.remove_file(here, "file-1")
-    assert not copies.path_of_file(here, "file-1").exists()
+    stored_files.store_file(here, here.files_dir / "file-1")
+    assert stored_files.path_of_file(here, "file-1") == here.files_dir / "file-1"
+    assert stored_files.path_of_file(there, "file-1").read_text() == "samples"
+    assert not stored_files.path_of_file(there, "file-2").exists()
+    assert stored_files.remove_file(here, "file-1")
+    assert not stored_files.path_of_file(here, "file-1").exists()
 
 
 def test_a_damaged_object_is_reported_with_what_to_do(
     here: Settings, there: Settings, tmp_path: Path
 ) -> None:
     (here.files_dir / "file-1").write_text("samples")
-    copies.store_file(here, here.files_dir / "file-1")
+    stored_files.store_file(here, here.files_dir / "file-1")
     [content] = (tmp_path / "bucket").rglob("content")
     content.write_text("changed")
     with pytest.raises(Unavailable, match=r"file-1.*is damaged"):
-        copies.path_of_file(there, "file-1")
+        stored_files.path_of_file(there, "file-1")
 
 
 def test_a_deleted_job_is_deleted_from_the_storage(
@@ -111,7 +111,7 @@ def test_a_deleted_job_is_deleted_from_the_storage(
         job.status = "succeeded"
     trained(there, storage, 1, "model", job_id)
     (here.files_dir / "file-1").write_text("samples")
-    copies.store_file(here, here.files_dir / "file-1")
+    stored_files.store_file(here, here.files_dir / "file-1")
     run_files.model_dir(here, job_id)
     retention.delete_job(database, here, job_id)
     assert storage.below("runs") == storage.below("files") == []
@@ -127,7 +127,7 @@ def test_a_deleted_model_leaves_the_checkpoints(
     assert run_files.model_dir(here, JOB).is_dir()
     run_files.remove_models(here, JOB)
     assert not run_files.model_dir(here, JOB).exists()
-    assert copies.checkpoint_names(here, JOB) == {"step-1"}
+    assert stored_files.checkpoint_names(here, JOB) == {"step-1"}
     assert not [key for key in storage.below("") if "model" in key or "exports" in key]
 
 
@@ -162,7 +162,7 @@ def test_a_machine_deletes_what_it_no_longer_needs(
     RunDirectory(here.runs_dir / "ftjob-never-stored").path.mkdir()
     trained(there, storage, 2, "2", "ftjob-moved")
     trained(there, storage, 2, "2", "ftjob-runs")
-    copies.stored_run(storage, "ftjob-deleted").delete()
+    stored_files.stored_run(storage, "ftjob-deleted").delete()
     DiskCleaner(here, database, lambda: {"ftjob-runs"}).clean()
     left = {path.name for path in here.runs_dir.iterdir()}
     assert left == {"ftjob-kept", "ftjob-runs", "ftjob-never-stored"}
@@ -187,10 +187,10 @@ def test_unused_copies_are_deleted(here: Settings, there: Settings, storage: Obj
     trained(there, storage, 1, "1")
     copy = run_files.model_dir(here, JOB)
     run_files.completions(here, JOB)
-    assert copies.remove_unused(here, 60) == []
+    assert stored_files.remove_unused(here, 60) == []
     week_ago = time.time() - 7 * 86400
     os.utime(copy.parent.with_name("model.lock"), (week_ago, week_ago))
-    assert copies.remove_unused(here, 3600) == [copy.parent]
+    assert stored_files.remove_unused(here, 3600) == [copy.parent]
     assert not copy.exists()
     assert run_files.model_dir(here, JOB).is_dir()
 
