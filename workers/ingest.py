@@ -14,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 from sqlalchemy import Insert, func, select
 from sqlalchemy.dialects import postgresql, sqlite
 
-from app.contract.plain_files import open_plain
+from app.contract.regular_files import open_regular
 from app.contract.reports import EventLine, LogLine, WindowProgress
 from app.contract.text import storable, storable_values
 from app.jobs import queue
@@ -268,7 +268,7 @@ def _new_events(run: RunDirectory, offset: int) -> tuple[list[tuple[int, bytes]]
 def _new_lines(path: Path, offset: int) -> tuple[list[tuple[int, bytes]], int]:
     """Complete lines after an offset, each with its own offset, and the offset after the last of them."""
     try:
-        opened = open_plain(path.parent, path.name)
+        opened = open_regular(path.parent, path.name)
     except FileNotFoundError:
         return [], offset
     with opened as file:

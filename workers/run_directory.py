@@ -50,14 +50,14 @@ from typing import TypeVar
 from pydantic import BaseModel, ValidationError
 
 from app.contract.assignment import Assignment
-from app.contract.plain_files import (
+from app.contract.regular_files import (
     MAX_BYTES,
-    NotPlain,
-    append_plain,
-    create_plain,
+    NotRegular,
+    append_regular,
+    create_regular,
     folder,
-    open_plain,
-    read_plain,
+    open_regular,
+    read_regular,
 )
 from app.contract.reports import (
     Completions,
@@ -166,7 +166,7 @@ class RunDirectory:
         self.trainer_log = path / "trainer.log"
 
     def check_entries(self) -> None:
-        """Checks that files are plain files and folders are folders.
+        """Checks that files are regular files and folders are folders.
 
         Raises:
             DamagedRunDirectory: a link, a pipe or another kind of entry has taken the place of one of them.
@@ -200,7 +200,7 @@ class RunDirectory:
             OSError: there is none.
             pydantic.ValidationError: the file is not an assignment.
         """
-        with open_plain(self.path, "spec.json") as file:
+        with open_regular(self.path, "spec.json") as file:
             return Assignment.model_validate_json(file.read())
 
     def write_outcome(self, outcome: Outcome) -> None:
@@ -212,7 +212,7 @@ class RunDirectory:
     def write_progress(self, progress: WindowProgress) -> None:
         """Writes the progress without flushing it to disk: it is of no use after a power failure."""
         partial = self.path / ".progress.json.partial"
-        with create_plain(partial) as file:
+        with create_regular(partial) as file:
             file.write(progress.model_dump_json().encode())
         partial.rename(self.path / "progress.json")
 
@@ -221,15 +221,15 @@ class RunDirectory:
 
     def request_finish(self) -> None:
         """Requests that the trainer ends after the current window and saves its model."""
-        with contextlib.suppress(NotPlain):  # anything at that path counts as the request
-            append_plain(self.path / _FINISH).close()
+        with contextlib.suppress(NotRegular):  # anything at that path counts as the request
+            append_regular(self.path / _FINISH).close()
 
     def finish_requested(self) -> bool:
         return os.path.lexists(self.path / _FINISH)  # even if the trainer has put a broken link there
 
     def request_cooling_down(self, why: str) -> None:
         """Requests that the trainer pauses between windows."""
-        with contextlib.suppress(OSError), create_plain(self.path / _COOLING) as file:
+        with contextlib.suppress(OSError), create_regular(self.path / _COOLING) as file:
             file.write(why.encode()[: _MAX_BYTES[_COOLING]])
 
     def end_cooling_down(self) -> None:
@@ -239,8 +239,8 @@ class RunDirectory:
 
     def why_cooling_down(self) -> str | None:
         """Why the trainer is to pause, or None if it is to train."""
-        with contextlib.suppress(NotPlain):
-            content = read_plain(self.path, _COOLING, max_bytes=_MAX_BYTES[_COOLING])
+        with contextlib.suppress(NotRegular):
+            content = read_regular(self.path, _COOLING, max_bytes=_MAX_BYTES[_COOLING])
             return None if content is None else content.decode(errors="replace")
         return None
 
@@ -249,8 +249,8 @@ class RunDirectory:
 
     def digest_of_base(self) -> str | None:
         """The digest of the weights before the first step; None in runs of earlier versions."""
-        with contextlib.suppress(NotPlain):
-            content = read_plain(self.path, "base_weights", max_bytes=_MAX_BYTES["base_weights"])
+        with contextlib.suppress(NotRegular):
+            content = read_regular(self.path, "base_weights", max_bytes=_MAX_BYTES["base_weights"])
             return None if content is None else content.decode(errors="replace")
         return None
 
@@ -297,7 +297,7 @@ class RunDirectory:
         for name, kind in (("shares.jsonl", RankShares), ("tuning.jsonl", TuningStep)):
             recorded: Sequence[RankShares | TuningStep] = self._recorded(name, kind)
             kept = "".join(f"{line.model_dump_json()}\n" for line in recorded if line.step <= after)
-            if recorded and kept.encode() != read_plain(self.path, name, max_bytes=_MAX_BYTES[name]):
+            if recorded and kept.encode() != read_regular(self.path, name, max_bytes=_MAX_BYTES[name]):
                 write_atomically(self.path / name, kept)
 
     @contextmanager
@@ -333,13 +333,13 @@ class RunDirectory:
         return (self.path / f"{_KERNELS}-{rank}").exists()
 
     def _record(self, name: str, line: BaseModel) -> None:
-        with append_plain(self.path / name) as file:
+        with append_regular(self.path / name) as file:
             file.write(line.model_dump_json().encode() + b"\n")
 
     def _recorded(self, name: str, kind: type[Content]) -> list[Content]:
         found = []
-        with contextlib.suppress(NotPlain):
-            content = read_plain(self.path, name, max_bytes=_MAX_BYTES[name]) or b""
+        with contextlib.suppress(NotRegular):
+            content = read_regular(self.path, name, max_bytes=_MAX_BYTES[name]) or b""
             for line in content.splitlines():
                 with contextlib.suppress(ValidationError):  # torn by a kill
                     found.append(kind.model_validate_json(line))
@@ -348,7 +348,7 @@ class RunDirectory:
     def continue_events_after(self, line: int) -> None:
         """Makes the next event's line start after that offset: lines at earlier offsets count as stored, even
         if another machine's trainer has written them, and this directory lacks them."""
-        with append_plain(self.events) as file:
+        with append_regular(self.events) as file:
             size = os.fstat(file.fileno()).st_size
             file.write(b"\n" * max(0, line + 1 - size))
 
@@ -358,8 +358,8 @@ class RunDirectory:
 
     def stored_in(self) -> str | None:
         """The object storage that the directory was put into; None if it was not."""
-        with contextlib.suppress(NotPlain, OSError):
-            content = read_plain(self.path, _STORED, max_bytes=_MAX_BYTES[_STORED])
+        with contextlib.suppress(NotRegular, OSError):
+            content = read_regular(self.path, _STORED, max_bytes=_MAX_BYTES[_STORED])
             return None if content is None else content.decode(errors="replace")
         return None
 
@@ -367,8 +367,8 @@ class RunDirectory:
         """Whether an event of any attempt names a checkpoint."""
         name = f'"name":"{checkpoint}"'.encode()
         with (
-            contextlib.suppress(FileNotFoundError, NotPlain),
-            open_plain(self.path, self.events.name) as file,
+            contextlib.suppress(FileNotFoundError, NotRegular),
+            open_regular(self.path, self.events.name) as file,
         ):
             return any(name in line for line in file)
         return False
@@ -378,8 +378,8 @@ class RunDirectory:
         reports earlier steps again."""
         last, rest = 0, b""
         with (
-            contextlib.suppress(FileNotFoundError, NotPlain),
-            open_plain(self.path, self.metrics.name) as file,
+            contextlib.suppress(FileNotFoundError, NotRegular),
+            open_regular(self.path, self.metrics.name) as file,
         ):
             while block := file.read(_MAX_BYTES["log line"]):
                 *lines, rest = (rest + block).split(b"\n")
@@ -388,9 +388,9 @@ class RunDirectory:
         return last
 
     def _read(self, name: str, kind: type[Content]) -> Content | None:
-        """The content of a file, or None if it does not exist or is not a plain file."""
-        with contextlib.suppress(NotPlain):
-            content = read_plain(self.path, name, max_bytes=_MAX_BYTES.get(name, MAX_BYTES))
+        """The content of a file, or None if it does not exist or is not a regular file."""
+        with contextlib.suppress(NotRegular):
+            content = read_regular(self.path, name, max_bytes=_MAX_BYTES.get(name, MAX_BYTES))
             return None if content is None else kind.model_validate_json(content)
         return None
 
@@ -430,10 +430,10 @@ class RunDirectory:
 
         Raises:
             RunDirectoryInUse: another process still holds it after the wait.
-            NotPlain: the trainer has put a link or a pipe in the lock's place.
+            NotRegular: the trainer has put a link or a pipe in the lock's place.
         """
         deadline = time.monotonic() + wait_seconds
-        with append_plain(self.path / "lock") as lock:
+        with append_regular(self.path / "lock") as lock:
             while True:
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -460,7 +460,7 @@ def _within(folder: Path, levels: int) -> Iterator[Path]:
 def write_atomically(path: Path, content: str) -> None:
     """Replaces a file atomically: even after a power failure, it has either the old content or the new."""
     partial = path.with_name(f".{path.name}.partial")
-    with create_plain(partial) as file:
+    with create_regular(partial) as file:
         file.write(content.encode())
         file.flush()
         os.fsync(file.fileno())

@@ -16,7 +16,7 @@ from typing import BinaryIO, cast
 import structlog
 
 from app.contract.fail_points import fail_point
-from app.contract.plain_files import NotPlain, folder, open_plain
+from app.contract.regular_files import NotRegular, folder, open_regular
 from app.settings import Settings
 from app.storage.disk import remove_tree
 from app.storage.objects import Manifest, StoredFile, StoredFolder
@@ -189,7 +189,7 @@ class RunUpload:
         yield from ((self._run.path, name) for name in names if name.startswith(_KERNELS))
 
     def _below(self, root: Path, path: str) -> Iterator[str]:
-        """The plain files below a folder, without those that are still being written."""
+        """The regular files below a folder, without those that are still being written."""
         return islice(_files_below(root, path, _DEEPEST), _MOST_FILES)
 
     def _stored_file(self, root: Path, path: str) -> StoredFile | None:
@@ -202,8 +202,8 @@ class RunUpload:
         if self._cancelled.is_set():
             return None
         try:
-            file = open_plain(root, *path.split("/"))
-        except NotPlain:
+            file = open_regular(root, *path.split("/"))
+        except NotRegular:
             return None
         except FileNotFoundError:
             if path.rpartition("/")[2] in _FILES and _CHECKPOINTS not in path:
@@ -242,7 +242,7 @@ def _files_below(root: Path, path: str, levels: int) -> Iterator[str]:
     try:
         with folder(root, *path.split("/")) as within, os.scandir(within) as entries:
             found = sorted((entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries)
-    except NotPlain:
+    except NotRegular:
         return
     except FileNotFoundError:
         if levels == _DEEPEST:

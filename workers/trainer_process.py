@@ -13,7 +13,7 @@ from pathlib import Path
 
 from app import PACKAGE_PREFIX, PACKAGES_FOLDER
 from app.contract import fail_points
-from app.contract.plain_files import append_plain
+from app.contract.regular_files import append_regular
 from app.contract.reports import Failure
 from app.errors import BadSetting
 from app.planning.devices import Device
@@ -100,7 +100,7 @@ class TrainerProcess:
         os.set_blocking(self._lifeline, False)
         token = pipe_with(os.environ.get("HF_TOKEN", ""))
         try:
-            with append_plain(run.trainer_log) as output:
+            with append_regular(run.trainer_log) as output:
                 self._process = subprocess.Popen(
                     command if network else [*WITHOUT_NETWORK, *command],
                     stdin=subprocess.DEVNULL,

@@ -38,7 +38,7 @@ def fetch_model(client: Client, job_id: str, folder: Path) -> list[str]:
 
 
 def fetch_tar(client: Client, path: str, folder: Path, *, quiet: bool = False) -> list[str]:
-    """Downloads a tar of plain files and unpacks it into a new folder. Returns the names of the files.
+    """Downloads a tar of regular files and unpacks it into a new folder. Returns the names of the files.
 
     Args:
         quiet: show no progress.

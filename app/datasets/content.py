@@ -15,7 +15,7 @@ from app.datasets.conversion import convert, file_type_at
 from app.datasets.file_types import ReadOptions
 from app.errors import InvalidRequest, TooLarge
 from app.settings import Settings
-from app.storage import pending
+from app.storage import unsettled_files
 from app.storage.ids import new_id
 
 _BLOCK = 2**20
@@ -48,7 +48,7 @@ def store_upload(
         InvalidRequest: it cannot be read, or a sample is not a valid example.
     """
     written = 0
-    pending.mark(path)
+    unsettled_files.mark(path)
     with path.open("xb") as target:
         path.chmod(0o600)
         while block := source.read(_BLOCK):
@@ -127,7 +127,7 @@ def store_files(found: DataFiles, path: Path, settings: Settings, field: str) ->
         [(source, name)] = found.sources
         with source.open("rb") as content:
             return store_upload(content, path, settings, name)
-    pending.mark(path)
+    unsettled_files.mark(path)
     return store_converted(found, path, settings, field)
 
 
@@ -149,7 +149,7 @@ def store_converted(found: DataFiles, path: Path, settings: Settings, field: str
 def store_lines(form: DataFormat, lines: Iterable[dict[str, Any]], path: Path) -> CheckedFile:
     """Writes inline samples as a training file."""
     examples = 0
-    pending.mark(path)
+    unsettled_files.mark(path)
     with path.open("wb") as target:
         path.chmod(0o600)
         for line in lines:

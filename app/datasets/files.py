@@ -14,7 +14,7 @@ from sqlalchemy.exc import DBAPIError
 from app.datasets import content
 from app.errors import Conflict, NotFound, QuotaExceeded
 from app.settings import Settings
-from app.storage import pending, stored_files
+from app.storage import stored_files, unsettled_files
 from app.storage.compiled import Prepared
 from app.storage.database import Database, database_now, lock_until_commit
 from app.storage.ids import new_id
@@ -44,14 +44,14 @@ def incoming(settings: Settings) -> Iterator[Path]:
             discard(settings, path)
         raise
     if path.exists():
-        pending.settle(path)
+        unsettled_files.settle(path)
 
 
 def discard(settings: Settings, path: Path) -> None:
     """Deletes a new file that gets no row. If the object storage cannot be used, the next start of the
     service tries again."""
     if not path.exists() or stored_files.remove_file(settings, path.name):
-        pending.settle(path)
+        unsettled_files.settle(path)
 
 
 def add(

@@ -18,8 +18,8 @@ from pathlib import Path
 from sqlalchemy import make_url, select
 from sqlalchemy.exc import SQLAlchemyError
 
-from app.contract import plain_files
-from app.contract.plain_files import NotPlain, open_plain
+from app.contract import regular_files
+from app.contract.regular_files import NotRegular, open_regular
 from app.errors import InvalidRequest
 from app.settings import Settings
 from app.storage.database import Database
@@ -237,11 +237,11 @@ def _copy_run(source: Path, target: Path) -> None:
         parts = waiting.pop()
         try:
             with (
-                plain_files.folder(source.parent, source.name, *parts) as within,
+                regular_files.folder(source.parent, source.name, *parts) as within,
                 os.scandir(within) as entries,
             ):
                 found = [each for each in entries if not each.name.startswith(".") and each.name != "lock"]
-        except (FileNotFoundError, NotPlain):  # a checkpoint that was retired meanwhile
+        except (FileNotFoundError, NotRegular):  # a checkpoint that was retired meanwhile
             continue
         target.joinpath(*parts).mkdir(parents=True, exist_ok=True)
         for entry in found:
@@ -261,8 +261,8 @@ def _is(kind: Callable[..., bool]) -> bool:
 def _copy_plain(source: Path, target: Path, *parts: str) -> None:
     """Copies a file; holes stay holes, so that the copy takes no more space than the file."""
     try:
-        old = open_plain(source.parent, source.name, *parts)
-    except (FileNotFoundError, NotPlain):
+        old = open_regular(source.parent, source.name, *parts)
+    except (FileNotFoundError, NotRegular):
         return
     with old, target.joinpath(*parts).open("xb") as new:
         state = os.fstat(old.fileno())

@@ -15,7 +15,7 @@ import structlog
 
 from app.errors import BadSetting
 from app.settings import Settings
-from app.storage import pending, stored_files
+from app.storage import stored_files, unsettled_files
 from app.storage.database import Database
 from app.storage.disk import remove_tree
 from app.storage.tables import File, Job
@@ -78,9 +78,9 @@ def held_exclusively(settings: Settings) -> Iterator[None]:
 def clean(database: Database, settings: Settings) -> int:
     """Removes files and run directories that a killed service left unfinished. Returns how many.
 
-    Only those that are marked as unfinished (`storage/pending.py`) and named by no row are removed: other
-    files without a row may belong to another database. Temporary files of uploads are removed as well, and
-    are not counted. No upload may be running.
+    Only those that are marked as unfinished (`storage/unsettled_files.py`) and named by no row are removed:
+    other files without a row may belong to another database. Temporary files of uploads are removed as well,
+    and are not counted. No upload may be running.
     """
     removed = 0
     kinds = (
@@ -88,14 +88,14 @@ def clean(database: Database, settings: Settings) -> int:
         (settings.runs_dir, Job, stored_files.remove_run),
     )
     for folder, table, remove in kinds:
-        for name in pending.marked(folder):
+        for name in unsettled_files.marked(folder):
             with database.reading() as session:
                 is_named = session.get(table, name) is not None
             if not is_named and not remove(settings, name):
                 log.warning("cannot be deleted", path=str(folder / name))
                 continue
             removed += not is_named
-            pending.settle(folder / name)
+            unsettled_files.settle(folder / name)
     for pattern in ("file-*.link", "file-*.upload"):
         for unfinished in settings.files_dir.glob(pattern):
             _remove(unfinished)

@@ -13,7 +13,7 @@ from app.datasets import files
 from app.errors import AccrueError, ReplacedDatabase
 from app.jobs import lifecycle, parent_jobs
 from app.settings import Settings
-from app.storage import pending, stored_files
+from app.storage import stored_files, unsettled_files
 from app.storage.database import Database, database_now, is_unavailable
 from app.storage.tables import DeletedJob, File, Job
 
@@ -41,9 +41,9 @@ def delete_job(database: Database, settings: Settings, job_id: str) -> None:
         going = [settings.runs_dir / job_id]
         going += [] if file_id is None else [settings.files_dir / file_id]
         for path in going:
-            pending.mark(path)
+            unsettled_files.mark(path)
     if stored_files.remove_run(settings, job_id):
-        pending.settle(going[0])  # otherwise the next start of the service tries again
+        unsettled_files.settle(going[0])  # otherwise the next start of the service tries again
     if file_id is not None:
         _remove_content(settings, file_id)
 
@@ -70,7 +70,7 @@ def delete_file(database: Database, settings: Settings, file_id: str) -> None:
     """
     with database.writing() as session:
         files.remove(session, file_id)
-        pending.mark(settings.files_dir / file_id)
+        unsettled_files.mark(settings.files_dir / file_id)
     _remove_content(settings, file_id)
 
 
@@ -78,7 +78,7 @@ def _remove_content(settings: Settings, file_id: str) -> None:
     """Deletes the content of a file whose row is gone. If the object storage cannot be used, the next start
     of the service tries again."""
     if stored_files.remove_file(settings, file_id):
-        pending.settle(settings.files_dir / file_id)
+        unsettled_files.settle(settings.files_dir / file_id)
 
 
 def delete_expired(database: Database, settings: Settings, days: float) -> int:

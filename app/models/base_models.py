@@ -12,7 +12,7 @@ from typing import Any, Literal
 from app.contract.architecture import BUILT_IN_MODEL, MODEL_NAME, Architecture
 from app.contract.model_fingerprint import fingerprint_of_files
 from app.contract.model_reference import ModelReference, split_revision
-from app.contract.plain_files import read_plain
+from app.contract.regular_files import read_regular
 from app.contract.text import path_to_unstorable, size_error
 from app.errors import Unprocessable
 from app.models import hub
@@ -136,7 +136,7 @@ def read_folder(name: str, folder: Path) -> PlannableModel:
         Unprocessable: there is none, or it cannot be planned for.
     """
     try:
-        content = read_plain(folder, "config.json", max_bytes=LARGEST_CONFIG_BYTES)
+        content = read_regular(folder, "config.json", max_bytes=LARGEST_CONFIG_BYTES)
     except OSError:
         content = None
     if content is None:

@@ -12,8 +12,8 @@ import structlog
 from fastapi import Response
 from pydantic import BaseModel, ValidationError
 
-from app.contract.plain_files import folder as open_folder
-from app.contract.plain_files import open_plain, plain_files, read_plain
+from app.contract.regular_files import folder as open_folder
+from app.contract.regular_files import open_regular, read_regular, regular_file_names
 from app.contract.reports import Completions, Operators
 from app.settings import Settings
 from app.storage import stored_files
@@ -70,7 +70,7 @@ def operators(settings: Settings, job_id: str) -> Operators | None:
 def profile_files(settings: Settings, job_id: str) -> list[str]:
     """The names of the downloadable profile files that exist."""
     with suppress(OSError):
-        there = plain_files(stored_files.path_of_run(settings, job_id, "profile"), "profile")
+        there = regular_file_names(stored_files.path_of_run(settings, job_id, "profile"), "profile")
         return [name for name in PROFILE_FILES if name in there]
     return []
 
@@ -80,7 +80,7 @@ def profile_file(settings: Settings, job_id: str, name: str) -> BinaryIO | None:
     if name not in profile_files(settings, job_id):
         return None
     with suppress(OSError):
-        return open_plain(stored_files.path_of_run(settings, job_id, "profile"), "profile", name)
+        return open_regular(stored_files.path_of_run(settings, job_id, "profile"), "profile", name)
     return None
 
 
@@ -113,9 +113,9 @@ def open_files(root: Path, folder: Sequence[str], named: Collection[str]) -> dic
     """
     with ExitStack() as opened:
         try:
-            there = plain_files(root, *folder)
+            there = regular_file_names(root, *folder)
             names = [name for name in there if name in named][:MAX_MODEL_FILES]
-            files = {name: opened.enter_context(open_plain(root, *folder, name)) for name in names}
+            files = {name: opened.enter_context(open_regular(root, *folder, name)) for name in names}
         except OSError:  # deleted at this moment, or not plain
             return None
         opened.pop_all()
@@ -177,7 +177,7 @@ def _read(settings: Settings, kind: type[Content], job_id: str, *parts: str) -> 
     """The parsed content of a run's file, or None if the file is missing or invalid."""
     try:
         root = stored_files.path_of_run(settings, job_id, *parts)
-        content = read_plain(root, *parts, max_bytes=_MAX_JSON_BYTES)
+        content = read_regular(root, *parts, max_bytes=_MAX_JSON_BYTES)
         return None if content is None else kind.model_validate_json(content)
     except (OSError, ValidationError) as error:
         log.warning("a file of a run cannot be read", job=job_id, file=parts[-1], error=type(error).__name__)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from sqlalchemy.exc import DBAPIError
 
-from app.contract.plain_files import folder
+from app.contract.regular_files import folder
 
 _POSTGRESQL_DISK_FULL = "53100"
 _PATIENCE_SECONDS = 60.0

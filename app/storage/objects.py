@@ -25,7 +25,7 @@ import structlog
 from pydantic import AfterValidator, ValidationError
 
 from app.contract.base import Frozen
-from app.contract.plain_files import create_plain
+from app.contract.regular_files import create_regular
 from app.errors import Unavailable
 from app.settings import Settings
 
@@ -357,7 +357,7 @@ class StoredFolder:
         target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         partial = target.with_name(".fetching")
         try:
-            with create_plain(partial) as content:
+            with create_regular(partial) as content:
                 found = self._storage.read_into(f"{self.prefix}/{file.key}", content)
             if found != (file.bytes, file.sha256):
                 raise Damaged(f"the object {self.prefix}/{file.key} is damaged")

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from app.contract.plain_files import read_plain
+from app.contract.regular_files import read_regular
 from app.errors import Unavailable
 from app.settings import Settings
 from app.storage.disk import remove_tree
@@ -189,7 +189,7 @@ def checkpoint_names(settings: Settings, job_id: str) -> set[str]:
 def attempt_of_run(folder: Path) -> int:
     """The attempt whose trainer worked last in a run directory; 0 if none has."""
     with suppress(OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
-        return int(json.loads(read_plain(folder, "spec.json") or b"{}")["attempt"])
+        return int(json.loads(read_regular(folder, "spec.json") or b"{}")["attempt"])
     return 0
 
 

@@ -74,7 +74,7 @@ def test_profiles_are_made_in_forks_of_a_cuda_build() -> None:
 from app.contract.memory_profile import Recipe
 from tests.gpu.kernels import GPT2
 from workers.profiling.profile import profiles
-from workers.profiling.side_by_side import run_in_forks
+from workers.profiling.parallel_forks import run_in_forks
 
 for precision in ("bf16", "fp32"):
     made = list(profiles(GPT2, Recipe(device="cuda", precision=precision), 128, run_in_forks))

@@ -24,7 +24,7 @@ from app.planning.architectures import UnknownArchitecture, from_config
 from app.planning.catalogue import TINY_GPT2
 from app.security.audit import MAX_UNAUTHENTICATED_PER_MINUTE, AuditLog, AuditRecord
 from app.settings import Settings
-from app.storage import pending
+from app.storage import unsettled_files
 from app.storage.database import Database
 from app.storage.ids import new_id
 from app.storage.tables import AuditEntry, File, Job, JobEvent, Key
@@ -274,18 +274,18 @@ def test_what_a_killed_service_left_behind_is_removed_at_the_next_start(settings
     with TestClient(create_app(settings), base_url="http://127.0.0.1:8000") as client:
         job = submit(client)
     upload = settings.files_dir / new_id("file")
-    pending.mark(upload)  # as an upload does, which was killed before its row was there
+    unsettled_files.mark(upload)  # as an upload does, which was killed before its row was there
     upload.write_text("half an upload")
     (settings.files_dir / f"{new_id('file')}.link").write_text("half a link")
     run = settings.runs_dir / new_id("ftjob")
     run.mkdir()
-    pending.mark(run)  # as a deletion does, which was killed after its row was gone
-    pending.mark(settings.runs_dir / job["id"])  # and one that was killed before
+    unsettled_files.mark(run)  # as a deletion does, which was killed after its row was gone
+    unsettled_files.mark(settings.runs_dir / job["id"])  # and one that was killed before
     with TestClient(create_app(settings), base_url="http://127.0.0.1:8000") as client:
         assert client.get(f"{PATH}/{job['id']}").status_code == 200
         assert len(list(settings.files_dir.iterdir())) == 1
         assert not run.exists()
-        assert not pending.marked(settings.files_dir) + pending.marked(settings.runs_dir)
+        assert not unsettled_files.marked(settings.files_dir) + unsettled_files.marked(settings.runs_dir)
 
 
 def test_cleanup_keeps_files_of_another_database(settings: Settings) -> None:
@@ -304,7 +304,7 @@ def test_cleanup_keeps_files_of_another_database(settings: Settings) -> None:
 def test_nothing_is_removed_while_another_service_works(settings: Settings, database: Database) -> None:
     with TestClient(create_app(settings), base_url="http://127.0.0.1:8000"):
         upload = settings.files_dir / new_id("file")
-        pending.mark(upload)
+        unsettled_files.mark(upload)
         upload.write_text("on its way")
         with TestClient(create_app(settings), base_url="http://127.0.0.1:8000"):
             assert upload.exists()

@@ -10,8 +10,8 @@ import pytest
 from pydantic import ValidationError
 from sqlalchemy import update
 
-from app.contract.plain_files import NotPlain, read_plain
 from app.contract.preview import Lengths
+from app.contract.regular_files import NotRegular, read_regular
 from app.contract.reports import Completions, Operators, Tuning
 from app.errors import TooManyRequests
 from app.jobs import transitions
@@ -51,9 +51,9 @@ def fence(database: Database) -> Fence:
 
 def test_a_file_that_is_larger_than_its_kind_is_not_read(tmp_path: Path, run: RunDirectory) -> None:
     (tmp_path / "large").write_bytes(b"x" * 1001)
-    with pytest.raises(NotPlain):
-        read_plain(tmp_path, "large", max_bytes=1000)
-    assert read_plain(tmp_path, "large", max_bytes=1001) == b"x" * 1001
+    with pytest.raises(NotRegular):
+        read_regular(tmp_path, "large", max_bytes=1000)
+    assert read_regular(tmp_path, "large", max_bytes=1001) == b"x" * 1001
     (run.path / "failure.json").write_text('{"code": "c", "message": "m", "permanent": true}' + " " * 2**16)
     assert run.failure() is None
 

@@ -15,7 +15,7 @@ import pytest
 from sqlalchemy import text, update
 from sqlalchemy.exc import OperationalError
 
-from app.contract.plain_files import open_plain
+from app.contract.regular_files import open_regular
 from app.contract.reports import EventLine
 from app.jobs import queue, transitions
 from app.jobs.transitions import Fence
@@ -290,7 +290,7 @@ def test_the_tar_size_is_predicted_for_any_file_names(tmp_path: Path) -> None:
     (tmp_path / ("n" * 200)).write_bytes(b"x" * 1000)
     (tmp_path / "short").write_bytes(b"y")
     names = sorted(path.name for path in tmp_path.iterdir())
-    files = {name: open_plain(tmp_path, name) for name in names}
+    files = {name: open_regular(tmp_path, name) for name in names}
     size = tar_size(files, "ftjob-1")
     content = b"".join(tar_of(files, "ftjob-1"))
     assert len(content) == size

@@ -382,7 +382,7 @@ def test_the_forks_of_a_killed_profiler_end(tmp_path: Path) -> None:
 import os, time
 from pathlib import Path
 from select import select as select_descriptors
-from workers.profiling.side_by_side import run_in_forks
+from workers.profiling.parallel_forks import run_in_forks
 
 def busy():
     Path({str(tmp_path / "pid")!r}).write_text(str(os.getpid()))

@@ -16,7 +16,7 @@ from sqlalchemy import insert, select, update
 from starlette.requests import ClientDisconnect
 
 from app.contract.data_formats import BadLine, parse_line
-from app.contract.plain_files import NotPlain, create_plain, open_plain, read_plain
+from app.contract.regular_files import NotRegular, create_regular, open_regular, read_regular
 from app.contract.spec import ValidationSpec
 from app.datasets import file_routes, files, previews
 from app.errors import Conflict, InvalidRequest, NotFound, TooManyRequests
@@ -107,7 +107,7 @@ def test_unread_logs_hold_no_connection(database: Database) -> None:
     assert sum(page.count("\n") for page in streams[0]) == PAGE + 1
 
 
-def test_only_plain_files_of_a_run_directory_are_read(tmp_path: Path) -> None:
+def test_only_regular_files_of_a_run_directory_are_read(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("everybody's jobs")
     run = tmp_path / "runs" / "job"
@@ -116,11 +116,11 @@ def test_only_plain_files_of_a_run_directory_are_read(tmp_path: Path) -> None:
     os.mkfifo(run / "pipe")
     (run / "linked").symlink_to(tmp_path)
     for parts in (("profile", "trace.json"), ("pipe",), ("linked", "secret"), ("profile",)):
-        with pytest.raises(NotPlain):
-            quickly(lambda parts=parts: open_plain(tmp_path / "runs", "job", *parts))
-    assert read_plain(tmp_path / "runs", "job", "missing") is None
+        with pytest.raises(NotRegular):
+            quickly(lambda parts=parts: open_regular(tmp_path / "runs", "job", *parts))
+    assert read_regular(tmp_path / "runs", "job", "missing") is None
     (run / ".spec.json.partial").symlink_to(secret)
-    with create_plain(run / ".spec.json.partial") as file:
+    with create_regular(run / ".spec.json.partial") as file:
         file.write(b"{}")
     assert secret.read_text() == "everybody's jobs"
 

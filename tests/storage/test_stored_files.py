@@ -12,7 +12,7 @@ from app.maintenance.data_folder import clean
 from app.models import base_models
 from app.results import run_files
 from app.settings import Settings
-from app.storage import pending, stored_files
+from app.storage import stored_files, unsettled_files
 from app.storage.database import Database
 from app.storage.objects import Manifest, ObjectStorage, object_storage
 from app.storage.tables import Job
@@ -116,7 +116,7 @@ def test_a_deleted_job_is_deleted_from_the_storage(
     retention.delete_job(database, here, job_id)
     assert storage.below("runs") == storage.below("files") == []
     assert not (here.copies_dir / "runs" / job_id).exists()
-    assert pending.marked(here.files_dir) == pending.marked(here.runs_dir) == []
+    assert unsettled_files.marked(here.files_dir) == unsettled_files.marked(here.runs_dir) == []
 
 
 def test_a_deleted_model_leaves_the_checkpoints(
@@ -147,10 +147,10 @@ def test_what_the_storage_could_not_delete_is_deleted_at_the_next_start(
     with monkeypatch.context() as away:
         away.setattr(ObjectStorage, "delete_folder", unavailable)
         retention.delete_job(database, here, job_id)
-    assert pending.marked(here.runs_dir) == [job_id]
+    assert unsettled_files.marked(here.runs_dir) == [job_id]
     assert storage.below("runs")
     clean(database, here)
-    assert pending.marked(here.runs_dir) == []
+    assert unsettled_files.marked(here.runs_dir) == []
     assert storage.below("runs") == []
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from app.contract.plain_files import NotPlain
+from app.contract.regular_files import NotRegular
 from app.errors import Unavailable
 from app.jobs.transitions import Fence
 from app.settings import Settings
@@ -138,12 +138,12 @@ def test_a_lock_that_is_a_link_or_a_pipe_is_left_alone(run: RunDirectory, tmp_pa
     (tmp_path / "victim").write_text("content")
     lock = run.path / "lock"
     lock.symlink_to(tmp_path / "victim")
-    with pytest.raises(NotPlain), run.locked(0):
+    with pytest.raises(NotRegular), run.locked(0):
         pass
     assert (tmp_path / "victim").read_text() == "content"
     lock.unlink()
     os.mkfifo(lock)
-    with pytest.raises(NotPlain), run.locked(0):
+    with pytest.raises(NotRegular), run.locked(0):
         pass
 
 

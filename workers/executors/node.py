@@ -20,8 +20,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from app.contract.assignment import Assignment
-from app.contract.plain_files import read_plain
 from app.contract.plan import Plan
+from app.contract.regular_files import read_regular
 from app.planning.devices import Device
 from workers.executors.shared_files import LaunchOrder, NodeEnd, SharedFiles
 from workers.run_directory import INTERRUPTED, RunDirectory
@@ -153,7 +153,7 @@ def _train(launch: _Launch, node: int) -> int:
     """Runs the trainer to its end. Returns its exit status, negative after a signal."""
     files, order = launch.files, launch.order
     run = RunDirectory(Path(order.run_dir))
-    content = read_plain(run.path, "spec.json") or b""
+    content = read_regular(run.path, "spec.json") or b""
     if hashlib.sha256(content).hexdigest() != order.assignment_sha256:
         log.error("spec.json is not the one that the worker wrote")
         return 1

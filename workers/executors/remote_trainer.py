@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 import structlog
 
-from app.contract.plain_files import read_plain
+from app.contract.regular_files import read_regular
 from app.contract.reports import Failure
 from app.jobs.transitions import LostJob
 from workers.executors.protocol import Executor, Found, Launch, Refused, Unreachable
@@ -152,7 +152,7 @@ class RemoteTrainer:
             os.close(self._locks.pop())
 
     def _make_order(self) -> LaunchOrder:
-        assignment = read_plain(self._run.path, "spec.json") or b""
+        assignment = read_regular(self._run.path, "spec.json") or b""
         return LaunchOrder(
             executor=self._executor.name,
             handle=self._launch.handle,

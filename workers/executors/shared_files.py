@@ -25,7 +25,7 @@ from typing import Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from app.contract.plain_files import NotPlain, read_plain
+from app.contract.regular_files import NotRegular, read_regular
 from workers.run_directory import write_atomically
 
 _MAX_BYTES = 2**22
@@ -156,15 +156,15 @@ class SharedFiles:
 
     def _own(self, name: str, handle: str) -> str | None:
         """What a file says of a launch; None if it is of another one, or cannot be read now."""
-        with contextlib.suppress(NotPlain, OSError):
-            content = (read_plain(self.folder, name, max_bytes=_MAX_BYTES) or b"").decode(errors="replace")
+        with contextlib.suppress(NotRegular, OSError):
+            content = (read_regular(self.folder, name, max_bytes=_MAX_BYTES) or b"").decode(errors="replace")
             whose, _, said = content.partition(" ")
             return said if whose == handle else None
         return None
 
     def _read(self, name: str, kind: type[Content]) -> Content | None:
-        with contextlib.suppress(NotPlain, ValidationError, OSError):
-            content = read_plain(self.folder, name, max_bytes=_MAX_BYTES)
+        with contextlib.suppress(NotRegular, ValidationError, OSError):
+            content = read_regular(self.folder, name, max_bytes=_MAX_BYTES)
             return None if content is None else kind.model_validate_json(content)
         return None
 

@@ -16,7 +16,7 @@ from sqlalchemy.exc import OperationalError
 
 from app import PACKAGE_PREFIX, PACKAGES_FOLDER
 from app.contract.export import FILES, ExportOrder, ExportResult
-from app.contract.plain_files import open_plain, plain_files, read_plain
+from app.contract.regular_files import open_regular, read_regular, regular_file_names
 from app.errors import ReplacedDatabase, Unavailable
 from app.exports import requests
 from app.exports.requests import Claimed
@@ -195,8 +195,8 @@ def _store(claimed: Claimed, folder: Path, settings: Settings) -> None:
         return
     stored = stored_files.stored_export(storage, claimed.job_id, claimed.id)
     files = {}
-    for name in plain_files(folder, FILES):
-        with open_plain(folder, FILES, name) as file:
+    for name in regular_file_names(folder, FILES):
+        with open_regular(folder, FILES, name) as file:
             files[f"{FILES}/{name}"] = stored.store(claimed.attempts, 1, f"{FILES}/{name}", file)
     manifest = Manifest(attempt=claimed.attempts, number=1, files=files)
     stored.publish(manifest)
@@ -259,7 +259,7 @@ def _awaited(
 def _result(folder: Path) -> ExportResult | None:
     """What the child has reported; None if it has not."""
     try:
-        content = read_plain(folder, RESULT, max_bytes=_MOST_RESULT_BYTES)
+        content = read_regular(folder, RESULT, max_bytes=_MOST_RESULT_BYTES)
         return None if content is None else ExportResult.model_validate_json(content)
     except (OSError, ValidationError):
         return None

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from app.contract.export import ExportResult
-from app.contract.plain_files import create_plain
+from app.contract.regular_files import create_regular
 from workers.exports.make import make
 from workers.exports.protocol import RESULT, ExportTask
 from workers.exports.refusal import NotExported
@@ -72,7 +72,7 @@ def _export(task: ExportTask, apart: bool) -> int:
         result = ExportResult(
             error=f"the model could not be exported in this format ({what}): choose another format"
         )
-    with create_plain(Path(task.temporary) / RESULT) as file:
+    with create_regular(Path(task.temporary) / RESULT) as file:
         file.write(result.model_dump_json().encode())
     return 0
 

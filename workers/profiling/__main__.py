@@ -17,9 +17,9 @@ from app.planning.catalogue import TINY_GPT2
 from app.settings import Settings, get_settings
 from app.storage.database import ChangeDetector, Database
 from workers.profiling import previews
+from workers.profiling.parallel_forks import run_in_forks
 from workers.profiling.profile import make_profile
 from workers.profiling.profile import profiles as simulated
-from workers.profiling.side_by_side import run_in_forks
 from workers.stop_signals import StopSignals
 from workers.training.lifeline import end_with_supervisor
 from workers.training.limits import limited_memory

@@ -16,8 +16,8 @@ from pydantic import BaseModel, ValidationError
 from sqlalchemy.exc import DBAPIError
 
 from app import PACKAGE_PREFIX
-from app.contract.plain_files import create_plain, read_plain
 from app.contract.preview import DatasetPreview, PreviewSpec
+from app.contract.regular_files import create_regular, read_regular
 from app.datasets import previews
 from app.errors import Unavailable
 from app.models import base_models
@@ -136,7 +136,7 @@ class _Found(BaseModel):
 
 def _found(folder: Path) -> _Found | None:
     try:
-        content = read_plain(folder, _FOUND, max_bytes=_MAX_PREVIEW_BYTES)
+        content = read_regular(folder, _FOUND, max_bytes=_MAX_PREVIEW_BYTES)
         return None if content is None else _Found.model_validate_json(content)
     except (OSError, ValidationError):
         return None
@@ -236,7 +236,7 @@ def _answer(
             error=f"the tokenizer of {order.model.name} could not be loaded or used ({what}): check that "
             "the worker has the model's files"
         )
-    with create_plain(folder / _FOUND) as file:
+    with create_regular(folder / _FOUND) as file:
         file.write(found.model_dump_json().encode())
 
 

@@ -336,7 +336,7 @@ def _start_autograd() -> None:
 
     In builds with CUDA, fake tensors pretend that there are eight GPUs where there is none
     (`_ensureCUDADeviceGuardSet`). PyTorch would start threads for them, after which a process cannot fork
-    (side_by_side.py)."""
+    (parallel_forks.py)."""
     torch.ones((), requires_grad=True).backward()
 
 

@@ -3,7 +3,7 @@ and whose links lead only to the model's own files.
 
 A model's files are untrusted, but loaders follow them: a tokenizer's configuration may name any file of the
 machine as its vocabulary, an index may name weights elsewhere, and a link may point anywhere. So a model is
-never loaded from its original folder, but from one with links to its plain files, and with configurations
+never loaded from its original folder, but from one with links to its regular files, and with configurations
 that contain only fields known to be harmless.
 """
 
