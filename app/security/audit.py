@@ -24,6 +24,7 @@ log = structlog.get_logger("accrue.audit")
 
 _BATCH = 1000
 _PAUSE_SECONDS = 0.2
+"""How long records are gathered for one transaction, from the first one on, unless the log is being closed."""
 _MAX_QUEUED = 100_000
 _CLEANUP_INTERVAL_SECONDS = 3600.0
 
@@ -55,6 +56,7 @@ class AuditLog:
         self._database = database
         self._kept_seconds = 86400 * kept_days
         self._waiting: queue.Queue[AuditRecord | None] = queue.Queue(_MAX_QUEUED)
+        self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="audit", daemon=True)
         self._unauthenticated: tuple[int, int] = (0, 0)
         """The current minute, and the number of unauthenticated requests in it."""
@@ -105,6 +107,7 @@ class AuditLog:
 
     def close(self) -> None:
         """Returns once all records are written, or after ten seconds."""
+        self._closing.set()
         self._waiting.put(None)
         self._thread.join(10)
 
@@ -112,7 +115,7 @@ class AuditLog:
         ended = False
         while not ended:
             records = [self._waiting.get()]
-            time.sleep(_PAUSE_SECONDS if records[0] is not None else 0)
+            self._closing.wait(_PAUSE_SECONDS)
             while len(records) < _BATCH and not self._waiting.empty():
                 records.append(self._waiting.get())
             ended = None in records
