@@ -5,6 +5,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# Bytecode is kept even where the environment says otherwise: without it, every process compiles the project again.
+unexport PYTHONDONTWRITEBYTECODE
 DATABASE_TESTS := $(addprefix tests/, datasets devices inference jobs memory_profiles models/test_trained_models.py observability planning/test_calculators.py \
 	profiling/test_previews.py regressions results security statistics storage submissions sweeps usage web webhooks workers)
 

@@ -24,7 +24,7 @@ log = structlog.get_logger("accrue.audit")
 
 _BATCH = 1000
 _PAUSE_SECONDS = 0.2
-"""How long records are gathered for one transaction, from the first one on, unless the log is being closed."""
+"""How long records are gathered for one transaction, unless the log is being closed."""
 _MAX_QUEUED = 100_000
 _CLEANUP_INTERVAL_SECONDS = 3600.0
 

@@ -43,6 +43,7 @@ from workers.training.fetching import fetch, fetch_in_child, first_lines, is_tra
 from workers.training.filesystem_view import drop_capabilities, isolate
 from workers.training.lifeline import die_with_parent, end_with_supervisor, inherited
 from workers.training.limits import limit
+from workers.training.module_loading import fewer_collections
 from workers.training.process_tree import run_sandboxed
 
 log = logging.getLogger("accrue.trainer")
@@ -192,8 +193,11 @@ def attempt(run: RunDirectory, interrupted: InterruptSignal, rank: int = 0, size
     """Runs one attempt, or one rank of it, and writes its result to the run directory."""
 
     def train(reporter: Reporter, run: RunDirectory, interrupted: InterruptSignal) -> None:
-        from workers.training.distributed.group import connect
-        from workers.training.fit import fit
+        with fewer_collections():
+            from transformers import PreTrainedModel  # noqa: F401  # what the module of every model loads
+
+            from workers.training.distributed.group import connect
+            from workers.training.fit import fit
 
         assignment = run.assignment()
         with connect(assignment.plan, rank, size) as group:
