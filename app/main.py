@@ -47,13 +47,12 @@ from app.sweeps import routes as sweep_routes
 from app.usage import routes as usage_routes
 from app.web import dashboard, documentation, error_bodies, openapi
 from app.web.concurrency import ConcurrencyLimit, SlowWork
-from app.web.dependencies import authorised
 from app.web.downloads import Downloads
-from app.web.error_bodies import Problem
 from app.web.event_stream import EventStream
 from app.web.head_requests import HeadRequests
 from app.web.latency import LatencyGauge
-from app.web.middleware import NATIVE, RequestMiddleware
+from app.web.middleware import RequestMiddleware
+from app.web.routers import add_routes
 from app.webhooks import addresses
 from app.webhooks.addresses import NotAllowed
 from app.webhooks.deliverer import Deliverer
@@ -65,9 +64,6 @@ _MIN_GZIP_BYTES = 2**14
 _NOT_COMPRESSED = (*DEFAULT_EXCLUDED_CONTENT_TYPES, "application/x-tar", "application/jsonl")
 
 log = structlog.get_logger("accrue.service")
-
-_PROBLEM = {"model": Problem, "description": "What is wrong, with the field and the remedy"}
-
 
 _NATIVE = (
     job_routes,
@@ -135,7 +131,6 @@ def create_app(settings: Settings | None = None, authenticate: Authenticate | No
         lifespan=lifespan,
         docs_url=None,  # FastAPI's own page loads its script from elsewhere
         redoc_url=None,
-        responses={"4XX": _PROBLEM, "5XX": _PROBLEM},
     )
     _add_state(app, settings, authenticate)
     data_folder = DataFolder(settings)
@@ -216,11 +211,7 @@ def _add_middleware(app: FastAPI, settings: Settings, audit: AuditLog, *, is_mou
 
 
 def _add_routes(app: FastAPI) -> None:
-    """Adds every router to the application itself, since a nested router is searched again at each level."""
-    for surface in _NATIVE:
-        app.include_router(surface.router, prefix=NATIVE, dependencies=[authorised])
-    for surface in _OPENAI:
-        app.include_router(surface.router, dependencies=[authorised])
-    app.include_router(health_routes.router)
+    for surface in (*_NATIVE, *_OPENAI, health_routes):
+        add_routes(app, surface.router)
     dashboard.install(app)
     documentation.install(app)

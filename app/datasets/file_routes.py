@@ -4,7 +4,7 @@ import re
 from typing import Annotated, Any, BinaryIO, Literal, get_args
 
 from anyio import to_thread
-from fastapi import APIRouter, Form, Path, Query, Request, UploadFile
+from fastapi import Form, Path, Query, Request, UploadFile
 from fastapi.responses import FileResponse, Response
 from pydantic import TypeAdapter, ValidationError
 from sqlalchemy import Select, select
@@ -42,8 +42,9 @@ from app.web.dependencies import (
 )
 from app.web.forms import SmallFormRoute
 from app.web.pagination import page
+from app.web.routers import openai_router
 
-router = APIRouter(prefix="/v1/files", tags=["OpenAI: files"], route_class=SmallFormRoute)
+router = openai_router("/v1/files", tags=["OpenAI: files"], route_class=SmallFormRoute)
 
 RESULTS = "fine-tune-results"
 

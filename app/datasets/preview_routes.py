@@ -3,7 +3,7 @@
 from typing import Annotated
 
 from anyio import to_thread
-from fastapi import APIRouter, Path, Query, Request
+from fastapi import Path, Query, Request
 
 from app.contract.model_reference import StartingModel
 from app.contract.preview import DatasetPreview, PreviewSpec
@@ -13,8 +13,9 @@ from app.models import starting_models
 from app.storage.waits import WaitLimiter
 from app.submissions.build_spec import Data, max_length_for
 from app.web.dependencies import CurrentDatabase, CurrentSettings
+from app.web.routers import native_router
 
-router = APIRouter(prefix="/datasets", tags=["training"])
+router = native_router("/datasets", tags=["training"])
 
 _TIMEOUT_SECONDS = 50.0
 

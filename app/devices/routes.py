@@ -2,7 +2,6 @@
 
 import socket
 
-from fastapi import APIRouter
 from sqlalchemy import select
 
 from app.contract.base import Page
@@ -15,10 +14,11 @@ from app.storage.session import OF_EVERYONE
 from app.storage.tables import Job, Worker
 from app.web.database_sessions import SessionRoute
 from app.web.dependencies import CurrentSettings, Reading
+from app.web.routers import native_router
 
 ANOTHER_KEYS_JOB = "another key's job"
 
-router = APIRouter(tags=["devices"], route_class=SessionRoute)
+router = native_router(tags=["devices"], route_class=SessionRoute)
 
 
 @router.get("/gpus", summary="GPUs of this machine, and declared ones")

@@ -4,7 +4,7 @@ import json
 from shlex import quote
 from typing import Annotated
 
-from fastapi import APIRouter, Path
+from fastapi import Path
 from fastapi.responses import Response, StreamingResponse
 
 from app.contract.export import FILES, ExportOrder, ExportResult
@@ -39,8 +39,9 @@ from app.web.dependencies import (
     Slowly,
     StreamOf,
 )
+from app.web.routers import native_router
 
-router = APIRouter(prefix="/training", tags=["training"], route_class=SessionRoute)
+router = native_router("/training", tags=["training"], route_class=SessionRoute)
 
 _VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512, 1024)
 """The ranks that vLLM allocates adapters for (vllm/config/lora.py), and the largest that can be trained."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import structlog
 from anyio import CancelScope, to_thread
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 from fastapi.sse import format_sse_event
 from pydantic import TypeAdapter, ValidationError
 from sqlalchemy.exc import SQLAlchemyError
@@ -45,10 +45,11 @@ from app.settings import Settings
 from app.storage.database import Database
 from app.web.concurrency import ConcurrencyLimit
 from app.web.dependencies import CurrentDatabase, CurrentSettings, Slowly
+from app.web.routers import openai_router
 
 log = structlog.get_logger("accrue.service")
 
-router = APIRouter(prefix="/v1", tags=["OpenAI: inference"])
+router = openai_router("/v1", tags=["OpenAI: inference"])
 
 MAX_PER_KEY = 64
 """The maximum number of requests of one key whose answer is awaited at the same time."""

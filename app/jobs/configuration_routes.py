@@ -3,7 +3,7 @@
 from collections import Counter
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Path, Response
+from fastapi import Path, Response
 from fastapi.exceptions import RequestValidationError
 from pydantic import AliasChoices, ValidationError
 from sqlalchemy import select
@@ -26,8 +26,9 @@ from app.submissions.build_spec import resolve_batch
 from app.web.database_sessions import SessionRoute
 from app.web.dependencies import After, CurrentDatabase, CurrentIdempotentRequest, Limit, Reading, Writing
 from app.web.pagination import page
+from app.web.routers import native_router
 
-router = APIRouter(tags=["configurations"], route_class=SessionRoute)
+router = native_router(tags=["configurations"], route_class=SessionRoute)
 
 ConfigId = Annotated[str, Path(max_length=100, description="accumulation_… or ftjob-…")]
 

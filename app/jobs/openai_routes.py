@@ -4,7 +4,7 @@ import time
 from typing import Annotated
 
 from anyio import to_thread
-from fastapi import APIRouter, Path, Request, Response
+from fastapi import Path, Request, Response
 from sqlalchemy import Connection, select
 
 from app.contract.base import Page
@@ -52,8 +52,9 @@ from app.web.dependencies import (
     slowly_of,
 )
 from app.web.pagination import page, page_of
+from app.web.routers import openai_router
 
-router = APIRouter(prefix="/v1/fine_tuning/jobs", tags=["OpenAI: fine-tuning"], route_class=SessionRoute)
+router = openai_router("/v1/fine_tuning/jobs", tags=["OpenAI: fine-tuning"], route_class=SessionRoute)
 
 JobId = Annotated[str, Path(max_length=100, description="ftjob-…")]
 

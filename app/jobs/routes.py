@@ -5,7 +5,7 @@ from functools import partial
 from typing import Annotated, Any
 
 import structlog
-from fastapi import APIRouter, Header, Request, Response
+from fastapi import Header, Request, Response
 from fastapi.sse import format_sse_event
 from sqlalchemy import Connection, select
 from sqlalchemy.exc import SQLAlchemyError
@@ -50,10 +50,11 @@ from app.web.dependencies import (
 from app.web.downloads import ClosingStream
 from app.web.event_stream import EventStream
 from app.web.pagination import page
+from app.web.routers import native_router
 
 log = structlog.get_logger("accrue.service")
 
-router = APIRouter(prefix="/training", tags=["training"], route_class=SessionRoute)
+router = native_router("/training", tags=["training"], route_class=SessionRoute)
 
 _DRY_RUN_WAIT_SECONDS = 1.5
 """Seconds that a dry run waits for the samples' lengths, and for a simulation. A submission does not wait:

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Path
+from fastapi import Path
 from sqlalchemy import select
 
 from app.contract.base import Page, ResponseModel
@@ -14,8 +14,9 @@ from app.storage.tables import StoredProfile
 from app.web.database_sessions import SessionRoute
 from app.web.dependencies import After, CurrentCaller, Limit, Reading, Writing
 from app.web.pagination import page
+from app.web.routers import native_router
 
-router = APIRouter(prefix="/profiles", tags=["profiles"], route_class=SessionRoute)
+router = native_router("/profiles", tags=["profiles"], route_class=SessionRoute)
 
 ProfileId = Annotated[str, Path(max_length=100, description="profile-…")]
 

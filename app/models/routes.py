@@ -2,7 +2,7 @@
 
 from typing import Annotated
 
-from fastapi import APIRouter, Path
+from fastapi import Path
 
 from app.jobs.openai_schemas import ModelDeleted, ModelList, ModelResponse
 from app.models import base_models, trained_models
@@ -11,8 +11,9 @@ from app.storage.database import Database
 from app.storage.tables import Job
 from app.web.database_sessions import SessionRoute
 from app.web.dependencies import CurrentDatabase, CurrentSettings, Reading, Slowly
+from app.web.routers import openai_router
 
-router = APIRouter(prefix="/v1/models", tags=["OpenAI: models"], route_class=SessionRoute)
+router = openai_router("/v1/models", tags=["OpenAI: models"], route_class=SessionRoute)
 
 ModelPath = Annotated[str, Path(max_length=400, description="A name, as GET /v1/models lists it")]
 

@@ -1,6 +1,6 @@
 """Health routes: whether the service is up, and whether it is ready."""
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 from fastapi.responses import PlainTextResponse
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from sqlalchemy import func, select
@@ -14,8 +14,9 @@ from app.storage.database import database_now
 from app.storage.migrations import current_revision, newest_revision
 from app.storage.tables import Worker
 from app.web.dependencies import CurrentCaller, WholeDatabase
+from app.web.routers import public_router
 
-router = APIRouter(tags=["system"])
+router = public_router(tags=["system"])
 
 
 @router.get("/healthz", summary="The process is up")

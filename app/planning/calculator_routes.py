@@ -3,7 +3,7 @@
 from math import ceil
 from typing import Annotated
 
-from fastapi import APIRouter, Query, Request
+from fastapi import Query, Request
 from pydantic import StringConstraints, ValidationError
 
 from app.contract.accumulation import MAX_ACCUMULATION_STEPS
@@ -25,8 +25,9 @@ from app.planning.tool_configs import Tool
 from app.planning.train_jobs import TrainJob, TrainJobRecommendation
 from app.web.dependencies import CurrentDatabase, CurrentSettings
 from app.web.json_bodies import AnyContentTypeRoute
+from app.web.routers import native_router
 
-router = APIRouter(tags=["calculators"], route_class=AnyContentTypeRoute)
+router = native_router(tags=["calculators"], route_class=AnyContentTypeRoute)
 
 Count = Annotated[int, Query(ge=1, le=1_000_000)]
 Steps = Annotated[int, Query(ge=1, le=MAX_ACCUMULATION_STEPS)]

@@ -1,13 +1,12 @@
 """The models that can be planned for, in the native API."""
 
-from fastapi import APIRouter
-
 from app.contract.base import Page
 from app.models import base_models
 from app.planning.schemas import PlannableModelResponse
 from app.web.dependencies import CurrentSettings
+from app.web.routers import native_router
 
-router = APIRouter(tags=["calculators"])
+router = native_router(tags=["calculators"])
 
 
 @router.get("/models", summary="Models that can be planned for without asking the hub")

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Query
+from fastapi import Query
 from pydantic import StringConstraints
 
 from app.contract.accumulation import MAX_EFFECTIVE_BATCH, ClipMode
@@ -26,8 +26,9 @@ from app.settings import Settings
 from app.storage.session import Session
 from app.web.database_sessions import SessionRoute
 from app.web.dependencies import CurrentDatabase, CurrentSettings, Slowly
+from app.web.routers import native_router
 
-router = APIRouter(tags=["performance"], route_class=SessionRoute)
+router = native_router(tags=["performance"], route_class=SessionRoute)
 
 
 @router.get("/performance/recommendations", summary="Recommended values, each with its evidence")

@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Query
+from fastapi import Query
 from fastapi.responses import Response, StreamingResponse
 from pydantic_core import to_json
 
@@ -29,8 +29,9 @@ from app.web.dependencies import (
     Slowly,
     StreamOf,
 )
+from app.web.routers import native_router
 
-router = APIRouter(prefix="/training", tags=["training"], route_class=SessionRoute)
+router = native_router("/training", tags=["training"], route_class=SessionRoute)
 
 
 @router.get("/{training_id}/metrics", summary="A job's series", response_model=Metrics)

@@ -2,7 +2,7 @@
 
 from typing import Annotated
 
-from fastapi import APIRouter, Query
+from fastapi import Query
 from sqlalchemy import select
 
 from app.contract.base import Page
@@ -12,8 +12,9 @@ from app.storage.tables import AuditEntry
 from app.web.database_sessions import SessionRoute
 from app.web.dependencies import After, CurrentCaller, Limit, Reading
 from app.web.pagination import page
+from app.web.routers import native_router
 
-router = APIRouter(tags=["audit"], route_class=SessionRoute)
+router = native_router(tags=["audit"], route_class=SessionRoute)
 
 
 @router.get("/audit", summary="Who changed what, newest first")

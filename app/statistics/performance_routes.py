@@ -2,7 +2,7 @@
 
 from dataclasses import asdict
 
-from fastapi import APIRouter, Request
+from fastapi import Request
 from sqlalchemy import select
 
 from app.devices import gpus
@@ -12,8 +12,9 @@ from app.storage.database import Database
 from app.storage.tables import Job
 from app.web.dependencies import CurrentDatabase, Slowly
 from app.web.latency import LatencyGauge
+from app.web.routers import native_router
 
-router = APIRouter(tags=["performance"])
+router = native_router(tags=["performance"])
 
 _NEWEST = 20
 """The maximum number of jobs whose performance is shown."""

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Path, Query, Request, Response
+from fastapi import Path, Query, Request, Response
 from pydantic import StringConstraints
 
 from app.jobs import configurations, transitions
@@ -13,8 +13,9 @@ from app.results.schemas import Comparison
 from app.statistics import performance, totals
 from app.statistics.schemas import ConfigurationStatistics, JobStatistics, Totals
 from app.web.dependencies import CurrentCaller, CurrentDatabase, Slowly
+from app.web.routers import native_router
 
-router = APIRouter(prefix="/stats", tags=["statistics"])
+router = native_router("/stats", tags=["statistics"])
 
 
 @router.get("", summary="Totals of this service")

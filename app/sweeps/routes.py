@@ -6,7 +6,7 @@ from functools import cache
 from math import prod
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Path, Request, Response
+from fastapi import Path, Request, Response
 
 from app.errors import Conflict
 from app.jobs.responses import dry_run_answer
@@ -34,8 +34,9 @@ from app.sweeps.schemas import (
 from app.sweeps.variations import Variation, variations
 from app.web.database_sessions import SessionRoute
 from app.web.dependencies import CurrentIdempotentRequest, Reading, planning_inputs_of, slowly_of
+from app.web.routers import native_router
 
-router = APIRouter(prefix="/sweeps", tags=["sweeps"], route_class=SessionRoute)
+router = native_router("/sweeps", tags=["sweeps"], route_class=SessionRoute)
 
 
 @router.post(

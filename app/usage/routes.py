@@ -6,7 +6,7 @@ import io
 from collections.abc import Iterable
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Query, Response
+from fastapi import Query, Response
 from sqlalchemy import select
 
 from app.errors import Unprocessable
@@ -18,8 +18,9 @@ from app.usage.records import NO_KEY, month_of
 from app.usage.schemas import QuotaResponse, UsageOfDay, UsageResponse
 from app.web.database_sessions import SessionRoute
 from app.web.dependencies import CurrentCaller, Reading
+from app.web.routers import native_router
 
-router = APIRouter(tags=["statistics"], route_class=SessionRoute)
+router = native_router(tags=["statistics"], route_class=SessionRoute)
 
 _MOST_DAYS = 366
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from fastapi import APIRouter, FastAPI, Request, Response
 
+from app.web.routers import add_routes
 from app.web.static_files import FilesInMemory, file_in_memory
 
 _FOLDER = Path(__file__).parent.parent / "dashboard"
@@ -50,5 +51,5 @@ def _compressed_plotly() -> bytes:
 
 def install(app: FastAPI) -> None:
     """Adds the page and its static files."""
-    app.include_router(router)
+    add_routes(app, router)
     app.mount("/dashboard", FilesInMemory(_FOLDER / "static", _REVALIDATE), name="dashboard")

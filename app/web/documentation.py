@@ -6,6 +6,7 @@ from pathlib import Path
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.openapi.docs import get_swagger_ui_html
 
+from app.web.routers import add_routes
 from app.web.static_files import FilesInMemory
 
 _FOLDER = Path(str(files("fastapi_offline").joinpath("static")))
@@ -35,5 +36,5 @@ async def page(request: Request) -> Response:
 
 def install(app: FastAPI) -> None:
     """Adds the page and its static files."""
-    app.include_router(router)
+    add_routes(app, router)
     app.mount("/docs/static", FilesInMemory(_FOLDER), name="docs")

@@ -226,14 +226,15 @@ def _parts(message: Message) -> Iterator[Message]:
 
 
 def _template(scope: Scope) -> str:
-    """The route's path template, such as `/training/{training_id}`; there are only a few of them. A path that
-    does not take the request's method counts as no route."""
+    """The route's path template without the prefix of our own routes, such as `/training/{training_id}`;
+    there are only a few of them. A path that does not take the request's method counts as no route."""
     route = scope.get("route")
     takes: Collection[str] | None = getattr(route, "methods", None)
     method = "GET" if scope["method"] == "HEAD" else scope["method"]
     if takes is not None and method not in takes:
         return "none"
-    return getattr(route, "path", "none")
+    path: str = getattr(route, "path", "none")
+    return path.removeprefix(NATIVE)
 
 
 def _add_headers(headers: MutableHeaders, identifier: str) -> None:

@@ -12,7 +12,7 @@ from app.planning.devices import GIB, Device
 from app.planning.planner import PlannerEvidence
 from app.storage.database import Database
 from tests.harness.specs import make_spec
-from workers import launch
+from workers import trainer_launcher
 
 CPUS = tuple(Device(number, "CPU", 8 * GIB, "cpu") for number in range(2))
 MEASURED = Lengths(
@@ -35,5 +35,5 @@ def test_measured_lengths_are_used_if_the_ranks_own_step_was_simulated_with_them
     spec = spec.model_copy(update={"data": spec.data.model_copy(update={"max_length": 512})})
     monkeypatch.setattr(lengths, "find", lambda *of: MEASURED)
     with database.reading() as session:
-        found = launch._sample_length(session, spec, CPUS[:count], PlannerEvidence(estimates))
+        found = trainer_launcher._sample_length(session, spec, CPUS[:count], PlannerEvidence(estimates))
     assert found == expected
