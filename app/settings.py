@@ -157,8 +157,8 @@ class Settings(BaseSettings):
     stop_grace_seconds: float = Field(
         30.0,
         gt=0,
-        description="Seconds for a trainer to write a checkpoint and exit before it is killed, plus 20 "
-        "(on a GPU, 40) for each GB of its checkpoint",
+        description="Seconds for a trainer to write a checkpoint and exit before it is killed; the worker "
+        "adds 20 (on a GPU, 40) for each GB of the checkpoint",
     )
     spot_notices: Literal["", "aws", "gcp", "azure"] = Field(
         "",

@@ -69,11 +69,11 @@ def check_unneeded(session: Session, job_id: str) -> None:
     own = session.scalars(select(Job.id).where(Job.id.in_(dependent[:_LOOKED_UP])).order_by(Job.id)).all()
     if not own:
         raise Conflict(
-            f"A job of another key that has not ended starts from the model of {job_id}: wait until it has "
-            "ended, or ask an admin."
+            f"The model of {job_id} is still needed by an unfinished job of another key: wait until that job "
+            "has ended, or ask an admin."
         )
     some = ", ".join(own[:_SHOWN]) + (", …" if len(own) > _SHOWN else "")
-    raise Conflict(f"Jobs that have not ended start from the model of {job_id}: {some}. Cancel them first.")
+    raise Conflict(f"The model of {job_id} is still needed by unfinished jobs: {some}. Cancel them first.")
 
 
 def needed(session: Session, expired: ColumnElement[bool]) -> set[str]:
