@@ -99,7 +99,7 @@ def test_a_timed_out_job_is_not_resumed_while_another_needs_its_checkpoint(
         job = session.get_one(Job, source)
         job.status, job.error = "failed", {"code": "timeout"}
     started_from(database, source)
-    with pytest.raises(Conflict, match="start from the model"), database.writing() as session:
+    with pytest.raises(Conflict, match="is still needed by unfinished jobs"), database.writing() as session:
         lifecycle.resume(session, source)
 
 
