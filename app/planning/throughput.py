@@ -8,7 +8,7 @@ from app.contract.memory_profile import Recipe
 from app.contract.reports import smallest_of_the_fastest
 from app.planning.interpolation import interpolated
 
-CPU_TOKENS = 512
+CPU_TOKENS = 1024
 """Beyond about this many tokens, a CPU's throughput no longer grows with the micro-batch (CONTRIBUTING.md).
 Used for a model unless a tuning run has found the size beyond which throughput does not grow; narrow models
 take more (`cpu_tokens`)."""

@@ -1,6 +1,7 @@
 """Samples are laid out without padding where attention is computed sample by sample, as here on a CPU."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,14 @@ from tests.harness.runs import create_run, small_data
 from tests.harness.specs import make_spec
 from tests.harness.training import events_of_kind, interrupted_at, raw_log, run_to_end, weights
 from workers.run_directory import RunDirectory
-from workers.training import kernels, packing_check, trial_policy, unpadded, varlen_attention
+from workers.training import (
+    kernels,
+    packing_check,
+    sample_groups,
+    trial_policy,
+    unpadded,
+    varlen_attention,
+)
 from workers.training.kernels import BoundaryAttention
 
 RULE = TokenBudget(tokens=600)
@@ -312,6 +320,7 @@ def test_attention_with_dropout_is_trained(tmp_path: Path, monkeypatch: pytest.M
 def test_on_a_cpu_only_wide_models_that_are_quickly_checked_have_no_padding(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(unpadded, "LEAST_WIDTH_ON_CPU", 129)  # the model has a width of 128
     narrow = create_run(tmp_path / "narrow", spec_of(), rule=RULE)
     run_to_end(narrow)
     assert not events_of_kind(narrow, "unpadded")
@@ -325,23 +334,50 @@ def test_on_a_cpu_only_wide_models_that_are_quickly_checked_have_no_padding(
     assert not events_of_kind(large, "unpadded")
 
 
+@pytest.mark.parametrize(
+    ("weights", "longest", "planned", "row"),
+    [
+        (10**6, 64, 4096, 4096),
+        (10**6, 64, 2**20, 2**14),
+        (10**8, 64, 4096, 1666),  # what 1e12 operations allow
+        (10**8, 1500, 1024, 1500),
+        (10**8, 2000, 4096, None),
+        (10**9, 64, 4096, None),
+        (10**9, 64, 100, 100),
+    ],
+)
+def test_rows_on_a_cpu_are_as_long_as_can_be_checked_quickly(
+    weights: int, longest: int, planned: int, row: int | None
+) -> None:
+    model = torch.nn.Linear(weights // 10, 10, bias=False, device="meta")
+    on_cpu = SimpleNamespace(device=torch.device("cpu"), model=model)
+    assert unpadded._longest_row(on_cpu, longest, planned) == row  # type: ignore[arg-type]
+    on_gpu = SimpleNamespace(device=torch.device("cuda"), model=model)
+    assert unpadded._longest_row(on_gpu, longest, planned) == max(longest, min(planned, 2**14))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("lengths", [(1, 7, 30), (1, 200, 7, 180, 30)], ids=str)
 @pytest.mark.parametrize("key_heads", [4, 2, 1])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_attention_within_samples_is_that_of_each_sample(key_heads: int, dtype: torch.dtype) -> None:
-    random = torch.Generator().manual_seed(1)
-    lengths, begins = (1, 7, 30), torch.tensor([0, 1, 8, 38], dtype=torch.int32)
+def test_attention_within_samples_is_that_of_each_sample(
+    key_heads: int, dtype: torch.dtype, lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one group of short samples, or in one of long ones beside it."""
+    monkeypatch.setattr(sample_groups, "_COST_OF_GROUP", 100.0)
+    random, tokens = torch.Generator().manual_seed(1), sum(lengths)
+    begins = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
     states = [
-        torch.randn(38, heads, 16, generator=random).to(dtype).requires_grad_()
+        torch.randn(tokens, heads, 16, generator=random).to(dtype).requires_grad_()
         for heads in (4, key_heads, key_heads)
     ]
-    outer = torch.randn(38, 4, 16, generator=random).to(dtype)
+    outer = torch.randn(tokens, 4, 16, generator=random).to(dtype)
     found = varlen_attention.within_samples(*states, begins, max(lengths), None)
     exact = [each.detach().double().requires_grad_() for each in states]
     query, key, value = exact
     shared = 4 // key_heads
     scores = torch.einsum("qhd,khd->hqk", query, key.repeat_interleave(shared, 1)) / 4.0
-    sample = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))
-    visible = (sample[:, None] == sample[None]) & torch.ones(38, 38).tril().bool()
+    sample = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    visible = (sample[:, None] == sample[None]) & torch.ones(tokens, tokens).tril().bool()
     weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
     whole = torch.einsum("hqk,khd->qhd", weights, value.repeat_interleave(shared, 1))
     ours = torch.autograd.grad(found, states, outer)

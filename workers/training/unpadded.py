@@ -5,8 +5,8 @@ sample. The cost of a packed row is then just that of its tokens, however their 
 did not ask for packing gets it too, if the model keeps samples apart (packing_check.py), and if the gradient
 stays as it is (kernels.py). Like any cut into micro-batches, this does not change the training.
 
-On a GPU, this needs a kernel for such rows. On a CPU, attention is called for each sample, which takes less
-time than padding in models that are wide enough.
+On a GPU, this needs a kernel for such rows. On a CPU, samples of similar length are padded for attention
+alone (sample_groups.py), which takes less time than padding in models that are wide enough.
 """
 
 import contextlib
@@ -37,13 +37,16 @@ LONGEST_ROW = 2**14
 """The most tokens of a row for which the model is checked, unless a single sample is longer. More would make
 no GPU faster."""
 
-LEAST_WIDTH_ON_CPU = 256
-"""The least width of a model at which a call of attention for each sample takes no more time on a CPU than
-padding does. With samples like Alpaca's, models of 256 and 768 dimensions were 1.03 times as fast as with
-padding, and with long documents as fast."""
+LEAST_WIDTH_ON_CPU = 128
+"""The least width of a model at which leaving padding out was measured on a CPU to save time: with samples
+like Alpaca's, models of 128 to 768 dimensions were 1.02 to 1.1 times as fast as with padding, and with long
+documents about as fast."""
 
 _MOST_OPERATIONS_ON_CPU = 1e12
 """The most floating-point operations of the check on a CPU: some ten seconds."""
+
+_SHORT_ROW = 1024
+"""A model for which rows of so many tokens cannot be checked on a CPU is not checked at all."""
 
 
 def choose_layout(
@@ -68,9 +71,11 @@ def choose_layout(
     padded, spec = loader.layout, assignment.spec
     if fallbacks.padded or not _may_be_packed(replica, loader, assignment, group):
         return None
-    most_tokens = max(loader.longest, min(LONGEST_ROW, planned_tokens))
+    most_tokens = _longest_row(replica, loader.longest, planned_tokens)
+    if most_tokens is None:
+        return None
     own = next((each for each in replica.kernels if isinstance(each, BoundaryAttention)), None)
-    kernel = own or _kernel_for(replica, spec, loader.longest, most_tokens)
+    kernel = own or _kernel_for(replica, spec, loader.longest)
     on_gpu = replica.device.type == "cuda"
     if kernel is None or (on_gpu and run.was_ended_while_comparing_kernels(group.rank)):
         return None
@@ -103,14 +108,29 @@ def _as_before(kernel: Kernels, replica: Replica, loader: Loader, most_tokens: i
     return most_tokens
 
 
-def _kernel_for(replica: Replica, spec: Spec, longest: int, most_tokens: int) -> Kernels | None:
+def _longest_row(replica: Replica, longest: int, planned_tokens: int) -> int | None:
+    """Tokens of the longest row for which a model is checked. None: the check would take too long.
+
+    Args:
+        longest: tokens of the longest sample.
+    """
+    needed = min(LONGEST_ROW, planned_tokens)
+    if replica.device.type == "cuda":
+        return max(longest, needed)
+    weights: int = sum(each.numel() for each in replica.model.parameters())
+    most = int(_MOST_OPERATIONS_ON_CPU / (6.0 * weights))
+    if most < max(longest, min(needed, _SHORT_ROW)):
+        return None
+    return max(longest, min(needed, most))
+
+
+def _kernel_for(replica: Replica, spec: Spec, longest: int) -> Kernels | None:
     """What computes attention sample by sample on the device of a replica; None if that would cost more than
     it saves."""
     if replica.device.type == "cuda":
         return flash_attention(replica, spec, packed=True, longest=longest)
     width = getattr(base_of(replica.model).config.get_text_config(), "hidden_size", 0)
-    weights: int = sum(each.numel() for each in replica.model.parameters())
-    if width < LEAST_WIDTH_ON_CPU or 6.0 * weights * most_tokens > _MOST_OPERATIONS_ON_CPU:
+    if width < LEAST_WIDTH_ON_CPU:
         return None
     return attention_of_each_sample(replica, spec, longest)
 

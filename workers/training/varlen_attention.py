@@ -2,8 +2,9 @@
 
 PyTorch's `scaled_dot_product_attention` needs a mask for packed rows, whose size and time grow with the
 square of the row's length. On a GPU, the kernel under it also takes the places where samples begin (Dao 2023,
-arXiv:2307.08691, section 3.1), as the package flash-attn does; on a CPU, it is called once for each sample.
-This module offers that to transformers as an implementation of attention.
+arXiv:2307.08691, section 3.1), as the package flash-attn does; on a CPU, it is called once for each group of
+samples of similar length, which are padded for it (sample_groups.py). This module offers that to transformers
+as an implementation of attention.
 """
 
 from typing import Any
@@ -12,6 +13,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from workers.training.sample_groups import groups_of, pad, unpad
+
 NAME = "accrue_varlen"
 """The implementation's name in transformers."""
 
@@ -19,6 +22,12 @@ _CAUSAL_LAYERS = {"full_attention", "sliding_attention"}
 """Types of layers whose attention is plainly causal, as long as a sample is not longer than the window."""
 
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
+
+_SHORT = 128
+"""The most tokens of a sample that counts as short on a CPU."""
+
+_PRECISE = (torch.float32, torch.float64)
+"""Precisions in which scores may be kept in memory."""
 
 _WIDEST_HEAD = 256
 _HEAD_MULTIPLE = 8
@@ -118,26 +127,40 @@ def within_samples(
         begins: where samples begin, and where the last one ends, int32.
     """
     if not query.is_cuda:
-        return _one_by_one(query, key, value, begins, scaling, dropout)
+        return _in_groups(query, key, value, begins, scaling, dropout)
     states: Tensor = torch.ops.aten._flash_attention_forward(
         query, key, value, begins, begins, longest, longest, dropout, True, False, scale=scaling
     )[0]
     return states
 
 
-def _one_by_one(
+def _in_groups(
     query: Tensor, key: Tensor, value: Tensor, begins: Tensor, scaling: float | None, dropout: float
 ) -> Tensor:
-    """`within_samples` by a call for each sample."""
-    lengths = begins.diff().tolist()
+    """`within_samples` by a call for each group of samples of similar length."""
+    groups = groups_of(begins)
     shared = query.shape[1] // key.shape[1]
-    if shared > 1:
-        key, value = (states.repeat_interleave(shared, dim=1) for states in (key, value))
-    parts = [states.transpose(0, 1).split(lengths, dim=1) for states in (query, key, value)]
-    found = [
-        F.scaled_dot_product_attention(
-            queries[None], keys[None], values[None], dropout_p=dropout, is_causal=True, scale=scaling
-        )[0]
-        for queries, keys, values in zip(*parts, strict=True)
-    ]
-    return torch.cat(found, dim=1).transpose(0, 1)
+    found = []
+    for queries, keys, values in zip(*(pad(states, groups) for states in (query, key, value)), strict=True):
+        if shared > 1:
+            keys, values = (states.repeat_interleave(shared, dim=1) for states in (keys, values))
+        if queries.shape[2] <= _SHORT and queries.dtype in _PRECISE and not dropout:
+            found.append(_of_short_samples(queries, keys, values, scaling))
+        else:
+            found.append(
+                F.scaled_dot_product_attention(
+                    queries, keys, values, dropout_p=dropout, is_causal=True, scale=scaling
+                )
+            )
+    return unpad(found, groups)
+
+
+def _of_short_samples(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
+    """Causal attention by two products of matrices. For short samples, this is faster on a CPU than the
+    kernel that divides them into blocks."""
+    rows, heads, length, width = query.shape
+    future = torch.full((length, length), -torch.inf, dtype=query.dtype).triu(1)
+    query, key, value = (states.flatten(0, 1) for states in (query, key, value))
+    factor = width**-0.5 if scaling is None else scaling
+    scores = torch.baddbmm(future.expand(rows * heads, -1, -1), query, key.transpose(1, 2), alpha=factor)
+    return torch.bmm(scores.softmax(-1), value).view(rows, heads, length, -1)
