@@ -75,7 +75,7 @@ def plan_for_short_samples(accrue: Accrue, path: Path) -> None:
         return found
 
     until(lambda: plan()["sample_length"] == 64, 30)
-    assert plan()["accumulation_steps"] == 8
+    assert plan()["accumulation_steps"] == 4
     accrue.http.delete(f"/v1/files/{file_id}")
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from app.contract.assignment import Assignment
+from app.contract.plan import Plan, TokenBudget
 from app.contract.spec import DataSpec, Spec, Strategy, ZeroStage
 from tests.harness.specs import cpu_plan, make_spec
 from workers.run_directory import RunDirectory
@@ -61,18 +62,31 @@ def create_run(folder: Path, spec: Spec | None = None, *, attempt: int = 1, **pl
     spec = spec or make_spec(data=small_data())
     digest = hashlib.sha256(data.read_bytes()).hexdigest()
     spec = spec.model_copy(update={"data": spec.data.model_copy(update={"sha256": digest})})
-    run = RunDirectory(folder)
+    run, planned = RunDirectory(folder), cpu_plan(spec, **plan)
     run.write_assignment(
         Assignment(
             job_id="ftjob-1",
             attempt=attempt,
             spec=spec,
-            plan=cpu_plan(spec, **plan),
+            plan=planned if "rule" in plan else _in_several_micro_batches(planned),
             data_file=str(data),
             model_path=str(folder.parent / "tiny-gpt2"),
         )
     )
     return run
+
+
+def _in_several_micro_batches(plan: Plan) -> Plan:
+    """The plan with a token budget of at most 512, so that windows of a few small samples are divided."""
+    (rank,) = plan.ranks
+    rule = rank.micro_batch_rule
+    if not isinstance(rule, TokenBudget) or rule.tokens <= _TOKENS:
+        return plan
+    changed = rank.model_copy(update={"micro_batch_rule": TokenBudget(tokens=_TOKENS)})
+    return plan.model_copy(update={"ranks": (changed,)})
+
+
+_TOKENS = 512
 
 
 def with_ranks(

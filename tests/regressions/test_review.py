@@ -320,4 +320,4 @@ def test_recommendations_for_a_job_use_its_sample_length(settings: Settings) -> 
             query = {"training_id": job["id"]}
             found = client.get("/gradient-accumulation/performance/recommendations", params=query).json()
             micro.append(found["micro_batch_size"]["value"])
-    assert micro == [16, 1]
+    assert micro == [16, 2]
