@@ -8,12 +8,12 @@ from app.contract.memory_profile import Recipe
 from app.contract.reports import smallest_of_the_fastest
 from app.planning.interpolation import interpolated
 
-CPU_TOKENS = 1024
+CPU_TOKENS = 512
 """Beyond about this many tokens, a CPU's throughput no longer grows with the micro-batch (CONTRIBUTING.md).
 Used for a model unless a tuning run has found the size beyond which throughput does not grow; narrow models
 take more (`cpu_tokens`)."""
 
-_WIDE_ENOUGH = 128
+_WIDE_ENOUGH = 181
 _MOST_CPU_TOKENS = 2048
 
 
@@ -21,8 +21,9 @@ def cpu_tokens(hidden_size: int | None) -> int:
     """`CPU_TOKENS` for a model of this width; None: not known.
 
     The narrower a model, the larger a micro-batch's fixed time is relative to its tokens' time, since matrix
-    products grow with the square of the width. A Llama of 2 layers and a width of 64 trains 1.2 times as fast
-    with 2,048 tokens as with 512; at a width of 128, no faster.
+    products grow with the square of the width. So the budget falls with that square, from `_MOST_CPU_TOKENS`
+    at a width of 90. It is measured at widths of 64 (2,048 tokens), 128 (1,024) and 256 to 768 (512), and
+    assumed in between (CONTRIBUTING.md).
     """
     if hidden_size is None:
         return CPU_TOKENS

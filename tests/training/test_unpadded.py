@@ -357,25 +357,30 @@ def test_rows_on_a_cpu_are_as_long_as_can_be_checked_quickly(
 
 
 @pytest.mark.parametrize("lengths", [(1, 7, 30), (1, 200, 7, 180, 30)], ids=str)
-@pytest.mark.parametrize("key_heads", [4, 2, 1])
+@pytest.mark.parametrize(("key_heads", "values", "scaling"), [(4, 16, None), (2, 16, None), (1, 8, 0.3)])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_attention_within_samples_is_that_of_each_sample(
-    key_heads: int, dtype: torch.dtype, lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+    key_heads: int,
+    values: int,
+    scaling: float | None,
+    dtype: torch.dtype,
+    lengths: tuple[int, ...],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In one group of short samples, or in one of long ones beside it."""
     monkeypatch.setattr(sample_groups, "_COST_OF_GROUP", 100.0)
     random, tokens = torch.Generator().manual_seed(1), sum(lengths)
     begins = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
     states = [
-        torch.randn(tokens, heads, 16, generator=random).to(dtype).requires_grad_()
-        for heads in (4, key_heads, key_heads)
+        torch.randn(tokens, heads, width, generator=random).to(dtype).requires_grad_()
+        for heads, width in ((4, 16), (key_heads, 16), (key_heads, values))
     ]
-    outer = torch.randn(tokens, 4, 16, generator=random).to(dtype)
-    found = varlen_attention.within_samples(*states, begins, max(lengths), None)
+    outer = torch.randn(tokens, 4, values, generator=random).to(dtype)
+    found = varlen_attention.within_samples(*states, begins, max(lengths), scaling)
     exact = [each.detach().double().requires_grad_() for each in states]
     query, key, value = exact
     shared = 4 // key_heads
-    scores = torch.einsum("qhd,khd->hqk", query, key.repeat_interleave(shared, 1)) / 4.0
+    scores = torch.einsum("qhd,khd->hqk", query, key.repeat_interleave(shared, 1)) * (scaling or 0.25)
     sample = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     visible = (sample[:, None] == sample[None]) & torch.ones(tokens, tokens).tril().bool()
     weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)

@@ -256,7 +256,7 @@ def for_few_numbers_of_rows(
 
 
 def attention_of_each_sample(replica: Replica, spec: Spec, longest: int) -> Kernels | None:
-    """For packed rows on a CPU: attention by a call for each sample."""
+    """For packed rows on a CPU: attention within each sample, by groups of samples of similar length."""
     if spec.attention != "sdpa" or not varlen_attention.suits(base_of(replica.model).config, longest):
         return None
     varlen_attention.register()

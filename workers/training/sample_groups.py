@@ -24,10 +24,10 @@ class HeadRows:
     """Where the states of each token and head are, in a packed row and in the padded samples."""
 
     sources: Tensor
-    """The row of the packed states, of shape (tokens × heads, width), in each row of the padded ones; padding
-    repeats the sample's last token. int64."""
+    """For each row of the padded states, the row of the packed ones, of shape (tokens × heads, width), that
+    it copies; padding copies the sample's last token. int64."""
     places: Tensor
-    """The row of the padded states in each row of the packed ones; int64 of shape (tokens × heads,)."""
+    """For each row of the packed states, its row in the padded ones; int64 of shape (tokens × heads,)."""
 
 
 class SampleGroups:
@@ -43,7 +43,7 @@ class SampleGroups:
         self._lengths, self._starts = lengths, np.cumsum(lengths) - lengths
         self._rows: dict[int, HeadRows] = {}
         self.shapes = tuple((len(samples), int(lengths[samples[0]])) for samples in self._samples)
-        """Samples, and tokens of the longest of them, of each group."""
+        """Of each group: its number of samples, and the tokens of the longest of them."""
 
     def rows(self, heads: int) -> HeadRows:
         """The rows of states with so many heads. The padded states of a group have the shape (samples, heads,
@@ -82,7 +82,8 @@ def groups_of(begins: Tensor) -> SampleGroups:
 
 
 def _bounds(ordered: Lengths) -> list[tuple[int, int]]:
-    """Where groups begin and end that cost the least: their places, and a fixed cost of each.
+    """The cheapest division into groups, as pairs of begin and end. A group costs as many tokens as its
+    padded samples have, and `_COST_OF_GROUP`.
 
     Args:
         ordered: lengths, the longest first.
@@ -128,7 +129,7 @@ class _Unpad(torch.autograd.Function):
 def pad(states: Tensor, groups: SampleGroups) -> list[Tensor]:
     """The states of each group's samples, below each other.
 
-    The gradient of the padding must be zero, as it is after `unpad`.
+    The gradient of the padding is left out: it is zero, since `unpad` leaves out what was computed there.
 
     Args:
         states: of shape (tokens, heads, width).

@@ -45,8 +45,9 @@ documents about as fast."""
 _MOST_OPERATIONS_ON_CPU = 1e12
 """The most floating-point operations of the check on a CPU: some ten seconds."""
 
-_SHORT_ROW = 1024
-"""A model for which rows of so many tokens cannot be checked on a CPU is not checked at all."""
+_LEAST_LIMIT = 1024
+"""A model is not checked on a CPU if its rows would be limited to fewer tokens than this, although the plan
+may lead to longer ones."""
 
 
 def choose_layout(
@@ -119,7 +120,7 @@ def _longest_row(replica: Replica, longest: int, planned_tokens: int) -> int | N
         return max(longest, needed)
     weights: int = sum(each.numel() for each in replica.model.parameters())
     most = int(_MOST_OPERATIONS_ON_CPU / (6.0 * weights))
-    if most < max(longest, min(needed, _SHORT_ROW)):
+    if most < max(longest, min(needed, _LEAST_LIMIT)):
         return None
     return max(longest, min(needed, most))
 

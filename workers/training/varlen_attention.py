@@ -2,9 +2,9 @@
 
 PyTorch's `scaled_dot_product_attention` needs a mask for packed rows, whose size and time grow with the
 square of the row's length. On a GPU, the kernel under it also takes the places where samples begin (Dao 2023,
-arXiv:2307.08691, section 3.1), as the package flash-attn does; on a CPU, it is called once for each group of
-samples of similar length, which are padded for it (sample_groups.py). This module offers that to transformers
-as an implementation of attention.
+arXiv:2307.08691, section 3.1), as the package flash-attn does. On a CPU, samples of similar length are padded
+to one batch for attention alone (sample_groups.py): long ones are left to that kernel, and short ones take
+two plain matrix products. This module offers that to transformers as an implementation of attention.
 """
 
 from typing import Any
@@ -24,10 +24,14 @@ _CAUSAL_LAYERS = {"full_attention", "sliding_attention"}
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
 
 _SHORT = 128
-"""The most tokens of a sample that counts as short on a CPU."""
+"""The most tokens of the longest sample of a group that counts as short on a CPU."""
+
+_SHORT_BY_WIDTH = 2
+"""The same, relative to the width of a head: the scores of a short sample are kept for the backward pass, and
+would need much memory beside narrow heads."""
 
 _PRECISE = (torch.float32, torch.float64)
-"""Precisions in which scores may be kept in memory."""
+"""Precisions in which plain products round no more than the kernel does, which always adds in fp32."""
 
 _WIDEST_HEAD = 256
 _HEAD_MULTIPLE = 8
@@ -144,7 +148,7 @@ def _in_groups(
     for queries, keys, values in zip(*(pad(states, groups) for states in (query, key, value)), strict=True):
         if shared > 1:
             keys, values = (states.repeat_interleave(shared, dim=1) for states in (keys, values))
-        if queries.shape[2] <= _SHORT and queries.dtype in _PRECISE and not dropout:
+        if _are_short(queries) and not dropout:
             found.append(_of_short_samples(queries, keys, values, scaling))
         else:
             found.append(
@@ -153,6 +157,12 @@ def _in_groups(
                 )
             )
     return unpad(found, groups)
+
+
+def _are_short(query: Tensor) -> bool:
+    """Whether padded samples, of shape (samples, heads, longest, width), take the way of short ones."""
+    longest, width = query.shape[2:]
+    return longest <= min(_SHORT, _SHORT_BY_WIDTH * width) and query.dtype in _PRECISE
 
 
 def _of_short_samples(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
