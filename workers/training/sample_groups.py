@@ -1,7 +1,7 @@
 """Groups the samples of a packed row by length, for an operator that takes equally long rows.
 
-Everything else in a model computes a packed row's tokens without padding. Only attention needs the samples
-one below the other: those of similar length are padded to the longest of them. The padding follows a sample's
+Everything else in a model computes a packed row's tokens without padding. Only attention needs each sample in
+a row of its own: samples of similar length are padded to the longest of them. The padding follows a sample's
 tokens, so that causal attention never looks at it, and its gradient is zero.
 """
 
@@ -24,10 +24,11 @@ class HeadRows:
     """Where the states of each token and head are, in a packed row and in the padded samples."""
 
     sources: Tensor
-    """For each row of the padded states, the row of the packed ones, of shape (tokens × heads, width), that
-    it copies; padding copies the sample's last token. int64."""
+    """For each vector of the padded states, the index of the one that is copied to it, among the packed
+    states as a matrix of shape (tokens × heads, width). Padding copies the sample's last token. int64."""
     places: Tensor
-    """For each row of the packed states, its row in the padded ones; int64 of shape (tokens × heads,)."""
+    """The index of each vector of the packed states among the padded ones; int64 of shape
+    (tokens × heads,)."""
 
 
 class SampleGroups:
@@ -127,7 +128,7 @@ class _Unpad(torch.autograd.Function):
 
 
 def pad(states: Tensor, groups: SampleGroups) -> list[Tensor]:
-    """The states of each group's samples, below each other.
+    """The states of each group's samples, as one padded batch for each group.
 
     The gradient of the padding is left out: it is zero, since `unpad` leaves out what was computed there.
 

@@ -1,4 +1,4 @@
-"""Lays samples out without padding, where that costs nothing.
+"""Lays samples out without padding, where attention over such rows costs little.
 
 Micro-batches need no padding if all of their samples are in one row, and attention is computed sample by
 sample. The cost of a packed row is then just that of its tokens, however their lengths differ. So a job that
@@ -6,7 +6,8 @@ did not ask for packing gets it too, if the model keeps samples apart (packing_c
 stays as it is (kernels.py). Like any cut into micro-batches, this does not change the training.
 
 On a GPU, this needs a kernel for such rows. On a CPU, samples of similar length are padded for attention
-alone (sample_groups.py), which takes less time than padding in models that are wide enough.
+alone (sample_groups.py). In models that are wide enough, this takes less time than padding whole
+micro-batches.
 """
 
 import contextlib
@@ -60,8 +61,8 @@ def choose_layout(
     group: Group,
     planned_tokens: int,
 ) -> int | None:
-    """Changes the loader's layout to packed rows if a row costs no more than its tokens. Returns the tokens
-    of the longest row then, else None.
+    """Changes the loader's layout to packed rows, if attention can be computed for each sample on its own and
+    the checks pass. Returns the most tokens that a row may have, or None if samples stay padded.
 
     Args:
         planned_tokens: tokens of the largest micro-batch that the plan may lead to.

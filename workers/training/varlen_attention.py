@@ -1,10 +1,11 @@
 """Attention over packed rows, sample by sample.
 
-PyTorch's `scaled_dot_product_attention` needs a mask for packed rows, whose size and time grow with the
-square of the row's length. On a GPU, the kernel under it also takes the places where samples begin (Dao 2023,
-arXiv:2307.08691, section 3.1), as the package flash-attn does. On a CPU, samples of similar length are padded
-to one batch for attention alone (sample_groups.py): long ones are left to that kernel, and short ones take
-two plain matrix products. This module offers that to transformers as an implementation of attention.
+PyTorch's `scaled_dot_product_attention` keeps the samples of a packed row apart by a mask. Its memory and its
+time grow with the square of the row's length. On a GPU, PyTorch's flash kernel can be called with the places
+where samples begin instead (Dao 2023, arXiv:2307.08691, section 3.1), as the package flash-attn is. On a CPU,
+samples of similar length are padded to one batch for attention alone (sample_groups.py): short ones take two
+plain matrix products, the others `scaled_dot_product_attention`. This module offers that to transformers as
+an implementation of attention.
 """
 
 from typing import Any
@@ -31,7 +32,8 @@ _SHORT_BY_WIDTH = 2
 would need much memory beside narrow heads."""
 
 _PRECISE = (torch.float32, torch.float64)
-"""Precisions in which plain products round no more than the kernel does, which always adds in fp32."""
+"""Precisions in which plain products of matrices are as accurate as the kernel, which adds in fp32 even in
+bf16 and fp16."""
 
 _WIDEST_HEAD = 256
 _HEAD_MULTIPLE = 8
@@ -89,7 +91,8 @@ def attention(
         The states, of shape (rows, sequence, heads, width).
 
     Raises:
-        NotImplementedError: the model's attention is another one.
+        NotImplementedError: the model's attention needs more than this (a mask, a soft cap, sinks, a position
+            bias), is not causal, or has heads of a width that the kernel does not support.
     """
     unknown = [name for name in ("softcap", "s_aux", "position_bias") if others.get(name) is not None]
     if attention_mask is not None or unknown or getattr(module, "is_causal", True) is False:
