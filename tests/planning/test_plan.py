@@ -6,7 +6,7 @@ from app.planning.devices import GIB, Device
 from app.planning.plan import devices_worth_using, make_plan
 from app.planning.planner import PlannerEvidence, by_formula
 from app.planning.recipes import precision_for
-from app.planning.throughput import CPU_TOKENS, Throughput
+from app.planning.throughput import Throughput
 from tests.harness.specs import make_spec, plan_by_formula
 
 CPU = Device("cpu", "CPU", 8 * GIB, "cpu")
@@ -24,7 +24,7 @@ def worth_using(spec: Spec, devices: list[Device], known: PlannerEvidence) -> in
 
 def test_a_target_alone_is_cut_by_a_token_budget() -> None:
     plan = plan_by_formula(make_spec(), [CPU], predicted=False, threads=2)
-    assert plan.ranks[0].micro_batch_rule == TokenBudget(tokens=CPU_TOKENS)
+    assert plan.ranks[0].micro_batch_rule == TokenBudget(tokens=1024)  # the model has a width of 128
     assert plan.precision == "fp32"
 
 

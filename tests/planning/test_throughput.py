@@ -47,6 +47,15 @@ def test_without_measurements_memory_limits_gpus_and_a_default_limits_cpus(
     assert useful_tokens(MEASURED, "cpu", 10**6) == 512
 
 
+@pytest.mark.parametrize(
+    ("width", "tokens"),
+    [(16, 2048), (64, 2048), (128, 1024), (181, 512), (256, 512), (4096, 512), (None, 512)],
+)
+def test_narrow_models_take_more_tokens_on_a_cpu(width: int | None, tokens: int) -> None:
+    assert useful_tokens(None, "cpu", 10**6, width) == tokens
+    assert useful_tokens(None, "cpu", 300, width) == 300
+
+
 def test_a_sweep_without_a_plateau_does_not_limit_larger_micro_batches() -> None:
     growing = Throughput(((208, 1000.0), (416, 1400.0), (832, 1790.0)))
     assert not growing.reached_plateau
