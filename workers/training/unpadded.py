@@ -40,8 +40,8 @@ no GPU faster."""
 
 LEAST_WIDTH_ON_CPU = 128
 """The least width of a model whose samples are laid out without padding on a CPU: with samples like Alpaca's,
-models with a width of 128 to 768 computed forward and backward 1.01 to 1.09 times as fast as with padding, and
-with long documents 0.98 to 1.06 times."""
+models with a width of 128 to 768 computed forward and backward 1.01 to 1.09 times as fast as with padding,
+and with long documents 0.98 to 1.06 times."""
 
 _MOST_OPERATIONS_ON_CPU = 1e12
 """The most floating-point operations of the check on a CPU: some ten seconds."""
