@@ -91,8 +91,8 @@ def attention(
         The states, of shape (rows, sequence, heads, width).
 
     Raises:
-        NotImplementedError: the model's attention needs more than this (a mask, a soft cap, attention sinks, a
-            position bias), is not causal, or has heads of a width that the kernel does not support.
+        NotImplementedError: the model's attention needs more than this (a mask, a soft cap, attention sinks,
+            a position bias), is not causal, or has heads of a width that the kernel does not support.
     """
     unknown = [name for name in ("softcap", "s_aux", "position_bias") if others.get(name) is not None]
     if attention_mask is not None or unknown or getattr(module, "is_causal", True) is False:
