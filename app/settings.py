@@ -184,6 +184,11 @@ class Settings(BaseSettings):
         description="Hide the data folder from trainers, except for their own run and data, if the machine "
         "supports it",
     )
+    fork_trainers: bool = Field(
+        True,
+        description="A worker keeps a process that has loaded torch and transformers, and starts trainers as "
+        "copies of it; false: each trainer loads them itself, which takes some seconds",
+    )
     inference: Literal["auto", "cpu", "off"] = Field(
         "auto",
         description="Where workers answer chats and completions: on a free GPU or else the CPU, only on the "

@@ -48,7 +48,7 @@ class Trainer(Protocol):
     """Why its engine has ended it, for a reason that is not the job's; None: it has not."""
 
     @property
-    def pid(self) -> int | str:
+    def pid(self) -> int | str | None:
         """What identifies it in logs."""
 
     @property

@@ -44,6 +44,7 @@ from workers.preemptor import Preemptor
 from workers.slots import Slots, labels_of
 from workers.temperature import Heat
 from workers.trainer_launcher import TrainerLauncher
+from workers.training.fork_server import ForkServer
 
 log = structlog.get_logger("accrue.worker")
 
@@ -86,7 +87,8 @@ class Supervisor:
             self.settings, self.database, lambda: {each.fence.job_id for each in self._alive()}
         )
         self.preemptor = Preemptor(self.settings, self.database, self.id)
-        launcher = TrainerLauncher(self.settings, self.database, self.executor)
+        self.fork_server = ForkServer() if self.settings.fork_trainers else None
+        launcher = TrainerLauncher(self.settings, self.database, self.executor, self.fork_server)
         self.start = JobStart(self.settings, self.database, launcher)
         self.leases = LeaseKeeper(
             self.settings, self.id, lambda: list(self.running), self.slots.available, self.labels
@@ -137,6 +139,8 @@ class Supervisor:
                         running.trainer.kill()
                 self.turn()
                 time.sleep(min(0.1, self.settings.poll_seconds))
+            if self.fork_server is not None:
+                self.fork_server.close()
         with self._guarded(None), self.database.writing() as session:
             live_workers.forget(session, [self.id], DELETE_WORKER_AFTER_SECONDS)
         log.info("worker stopped", worker=self.id)

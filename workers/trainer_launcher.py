@@ -36,6 +36,7 @@ from workers.leases import Running, Trainer
 from workers.run_directory import RunDirectory
 from workers.trainer_process import TrainerProcess
 from workers.training.filesystem_view import named_view
+from workers.training.fork_server import ForkServer
 
 log = structlog.get_logger("accrue.worker")
 
@@ -51,6 +52,8 @@ class TrainerLauncher:
     database: Database
     executor: Executor | None = None
     """The engine that runs the trainers; None: they run on this machine."""
+    fork_server: ForkServer | None = None
+    """What starts trainers on this machine; None: each is started directly."""
 
     def fetch(
         self,
@@ -155,7 +158,15 @@ class TrainerLauncher:
         grace = self.settings.stop_grace_seconds + checkpoints / _CHECKPOINT_BYTES_PER_SECOND
         trainer: Trainer
         if self.executor is None:
-            trainer = TrainerProcess(run, devices, silence, network=network, device_locks=locks, view=view)
+            trainer = TrainerProcess(
+                run,
+                devices,
+                silence,
+                network=network,
+                device_locks=locks,
+                view=view,
+                fork_server=self.fork_server,
+            )
         else:
             terms = Terms(job.id, job.attempt, silence, grace, network, view)
             launch = self._launch_in_engine(spec, terms, devices)

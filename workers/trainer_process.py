@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from app import PACKAGE_PREFIX, PACKAGES_FOLDER
+from app import PACKAGES_FOLDER
 from app.contract import fail_points
 from app.contract.regular_files import append_regular
 from app.contract.reports import Failure
@@ -28,6 +28,8 @@ from workers.run_directory import (
     TOKEN_VARIABLE,
     RunDirectory,
 )
+from workers.training.fork_server import ForkedTrainer, ForkServer
+from workers.training.preloading import command
 
 _PASSED_ON = (
     "PATH", "HOME", "USER", "LANG", "LC_ALL", "TMPDIR", "VIRTUAL_ENV", "PYTHONPATH", "LD_LIBRARY_PATH",
@@ -81,6 +83,7 @@ class TrainerProcess:
         device_locks: Sequence[int] = (),
         view: str = "",
         variables: Mapping[str, str] | None = None,
+        fork_server: ForkServer | None = None,
     ) -> None:
         """
         Args:
@@ -91,28 +94,35 @@ class TrainerProcess:
             view: the files of a folder that the trainer may see, where the machine supports this
                 (`filesystem_view.named_view`); empty for no restriction.
             variables: further environment variables.
+            fork_server: what starts the trainer, where the machine supports this and the trainer may use the
+                network; None: it is started directly.
 
         Raises:
             OSError: the process cannot be started.
         """
-        command = [sys.executable, "-m", f"{PACKAGE_PREFIX}workers.training", str(run.path)]
         theirs, self._lifeline = os.pipe()
         os.set_blocking(self._lifeline, False)
         token = pipe_with(os.environ.get("HF_TOKEN", ""))
+        environment = {
+            **device_environment(devices),
+            SILENCE_VARIABLE: str(silence_seconds),
+            HIDDEN_VARIABLE: view,
+            **(variables or {}),
+        }
+        named = {LIFELINE_VARIABLE: theirs, TOKEN_VARIABLE: token}
+        self._process: subprocess.Popen[bytes] | ForkedTrainer
         try:
             with append_regular(run.trainer_log) as output:
-                self._process = subprocess.Popen(
-                    command if network else [*WITHOUT_NETWORK, *command],
+                forked = None
+                if fork_server is not None and network:
+                    forked = fork_server.start(run.path, environment, output.fileno(), named, device_locks)
+                self._process = forked or subprocess.Popen(
+                    [*(() if network else WITHOUT_NETWORK), *command(run.path)],
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
-                    env={
-                        **_environment(devices, theirs, silence_seconds),
-                        TOKEN_VARIABLE: str(token),
-                        HIDDEN_VARIABLE: view,
-                        **(variables or {}),
-                    },
-                    pass_fds=[theirs, token, *device_locks],
+                    env={**environment, **{name: str(number) for name, number in named.items()}},
+                    pass_fds=[*named.values(), *device_locks],
                     start_new_session=True,
                     cwd=PACKAGES_FOLDER,
                 )
@@ -136,7 +146,8 @@ class TrainerProcess:
     is_waiting = False
 
     @property
-    def pid(self) -> int:
+    def pid(self) -> int | None:
+        """None as long as the fork server is loading the libraries."""
         return self._process.pid
 
     def new_messages(self) -> list[str]:
@@ -171,6 +182,9 @@ class TrainerProcess:
         """Kills the trainer and its children, which are in a session of their own."""
         with self._signalling:
             if self._process.poll() is None:
+                if self.pid is None:
+                    self._process.kill()
+                    return
                 self._inner = self._inner or children_of(self.pid)
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(self.pid, signal.SIGKILL)
@@ -251,15 +265,6 @@ def gpu_works(device: Device) -> bool:
     except (OSError, subprocess.TimeoutExpired):
         return False
     return tried.returncode == 0
-
-
-def _environment(devices: Sequence[Device], lifeline: int, silence_seconds: float) -> dict[str, str]:
-    """The environment of a trainer."""
-    return {
-        **device_environment(devices),
-        LIFELINE_VARIABLE: str(lifeline),
-        SILENCE_VARIABLE: str(silence_seconds),
-    }
 
 
 def device_environment(devices: Sequence[Device]) -> dict[str, str]:

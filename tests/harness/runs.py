@@ -16,6 +16,8 @@ from app.contract.plan import Plan, TokenBudget
 from app.contract.spec import DataSpec, Spec, Strategy, ZeroStage
 from tests.harness.specs import cpu_plan, make_spec
 from workers.run_directory import RunDirectory
+from workers.training.fork_server import ForkedTrainer, ForkServer
+from workers.training.preloading import command
 
 LOGGED = (
     "step",
@@ -110,12 +112,16 @@ def small_data(**changes: Any) -> DataSpec:
     return DataSpec.model_validate({**fields, **changes})
 
 
-def start_trainer(run: RunDirectory) -> subprocess.Popen[bytes]:
-    """`python -m workers.training` in a process of its own."""
+def start_trainer(run: RunDirectory) -> ForkedTrainer | subprocess.Popen[bytes]:
+    """`python -m workers.training` in a process of its own, which starts sooner where fork servers are
+    possible."""
     with run.trainer_log.open("ab") as log:
-        return subprocess.Popen(
-            [sys.executable, "-m", "workers.training", str(run.path)], stdout=log, stderr=log
-        )
+        forked = _FORK_SERVER.start(run.path, os.environ, log.fileno(), {})
+        return forked or subprocess.Popen(command(run.path), stdout=log, stderr=log)
+
+
+_FORK_SERVER = ForkServer()
+"""It has the environment of the first test that starts a trainer."""
 
 
 def start_ranks(

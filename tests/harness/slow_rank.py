@@ -8,11 +8,13 @@ The environment names the rank, as for `python -m workers.training`.
 
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
-from workers.training.__main__ import main
+from workers.run_directory import RunDirectory
 from workers.training.distributed.shares import Shares
 from workers.training.replica import Replica
+from workers.training.trainer import train
 
 
 def slow_down(seconds: float, factor: float, *, emulated: bool = False) -> None:
@@ -33,5 +35,4 @@ if __name__ == "__main__":
     slow_down(float(given[0]), float(given[1]), emulated="emulated" in given)
     if "equal" in given:
         Shares.measure = lambda *_: None  # type: ignore[method-assign]
-    sys.argv[1:] = [run]
-    sys.exit(main())
+    sys.exit(train(RunDirectory(Path(run))))

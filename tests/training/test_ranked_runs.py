@@ -43,14 +43,14 @@ def steps_of(run: RunDirectory) -> int:
 
 
 def ranks_of(trainer: subprocess.Popen[bytes]) -> list[int]:
-    """The process ids of a trainer's ranks: the descendants that got a rank in their environment."""
+    """The process ids of a trainer's ranks: the descendants with the names of ranks."""
     found, waiting = [], [trainer.pid]
     while waiting:
         pid = waiting.pop()
         children = Path(f"/proc/{pid}/task/{pid}/children")
         for child in map(int, children.read_text().split() if children.exists() else []):
             waiting.append(child)
-            if b"RANK=" in Path(f"/proc/{child}/environ").read_bytes():
+            if Path(f"/proc/{child}/comm").read_text().startswith("trainer rank"):
                 found.append(child)
     return sorted(found)
 

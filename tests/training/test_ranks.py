@@ -4,10 +4,11 @@ The ranks are processes on the CPU, connected by gloo (tests/harness/ranks.py).
 """
 
 import os
-import subprocess
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
+from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -407,7 +408,9 @@ def test_a_step_with_fewer_samples_than_ranks(tmp_path: Path, strategy: Strategy
 
 
 def test_a_stop_before_the_ranks_have_started_is_a_stop(tmp_path: Path) -> None:
-    ranks = [subprocess.Popen(["sleep", "600"]) for _ in range(2)]
+    ranks = [get_context("fork").Process(target=time.sleep, args=(600,)) for _ in range(2)]
+    for rank in ranks:
+        rank.start()
     try:
         assert rank_launcher._watch(RunDirectory(tmp_path), ranks, lambda: True, 0) == INTERRUPTED
     finally:

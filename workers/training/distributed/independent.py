@@ -7,10 +7,10 @@ for each step that all replicas have made (or ended before). Needs only the stan
 
 import logging
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -67,15 +67,15 @@ def train_replicas(run: RunDirectory, assignment: Assignment, interrupted: Calla
         return status
     combine = start_process(run, assignment.plan.ranks[0], assignment.plan.device, {PART_VARIABLE: "combine"})
     try:
-        while combine.poll() is None:
+        while combine.exitcode is None:
             if interrupted():
-                combine.send_signal(signal.SIGTERM)
+                combine.terminate()
                 return INTERRUPTED
             time.sleep(_POLL_SECONDS)
-        return combine.returncode if combine.returncode >= 0 else 1
+        return combine.exitcode if combine.exitcode >= 0 else 1
     finally:
         combine.kill()
-        combine.wait()
+        combine.join()
 
 
 def _assignment_of(assignment: Assignment, number: int, rank: RankPlan) -> Assignment:
@@ -98,7 +98,7 @@ class _Team:
     replicas: list[RunDirectory]
     waiting: list[int]
     merged: "_Merged"
-    running: dict[int, tuple[subprocess.Popen[bytes], RankPlan]] = field(default_factory=dict)
+    running: dict[int, tuple[BaseProcess, RankPlan]] = field(default_factory=dict)
 
     def train(self, interrupted: Callable[[], bool]) -> int:
         """Runs all replicas to their ends. Returns 0, or the status of the first that failed."""
@@ -110,7 +110,7 @@ class _Team:
                 self._pass_on_requests()
                 self.merged.update()
                 for number, (process, _) in list(self.running.items()):
-                    status = process.poll()
+                    status = process.exitcode
                     if status is None:
                         continue
                     if status != 0:
@@ -123,7 +123,7 @@ class _Team:
             for process, _ in self.running.values():
                 process.kill()
             for process, _ in self.running.values():
-                process.wait()
+                process.join()
 
     def _pass_on_requests(self) -> None:
         """Passes on the supervisor's requests to the replicas."""
@@ -152,8 +152,8 @@ class _Team:
         """Passes a requested interruption on, and waits until all replicas have written their checkpoints;
         the worker kills those that take too long."""
         for process, _ in self.running.values():
-            process.send_signal(signal.SIGTERM)
-        while any(process.poll() is None for process, _ in self.running.values()):
+            process.terminate()
+        while any(process.exitcode is None for process, _ in self.running.values()):
             time.sleep(_POLL_SECONDS)
         self.merged.update()
         return INTERRUPTED

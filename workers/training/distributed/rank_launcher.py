@@ -2,22 +2,23 @@
 
 On a single node, ranks find each other by a file that only their user can read, and are started again if they
 ran out of memory. With several nodes, they use MASTER_ADDR and MASTER_PORT, and the worker launches all nodes
-again (executors/remote_trainer.py). After any other failure, a worker claims the job again. This needs only
-the standard library and pydantic, so that it takes little memory beside the ranks.
+again (executors/remote_trainer.py). After any other failure, a worker claims the job again.
+
+This module needs only the standard library and pydantic. If the libraries are loaded in this process all the
+same, because a fork server started it, the ranks are copies of it, which share their memory (preloading.py).
 """
 
 import contextlib
 import logging
+import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from app import PACKAGE_PREFIX, PACKAGES_FOLDER
 from app.contract.plan import RankPlan
 from app.contract.reports import Failure
 from workers.run_directory import (
@@ -27,6 +28,7 @@ from workers.run_directory import (
     RANKS_MUST_RESTART,
     RunDirectory,
 )
+from workers.training.preloading import become_trainer, forking
 
 log = logging.getLogger("accrue.trainer")
 
@@ -66,7 +68,7 @@ def first_rank() -> int:
 
 
 def launch(run: RunDirectory, ranks: tuple[RankPlan, ...], kind: str, interrupted: Callable[[], bool]) -> int:
-    """Runs `python -m workers.training` for each rank of this node, until all of them have ended.
+    """Runs a trainer for each rank of this node, until all of them have ended.
 
     Args:
         kind: the kind of the devices: "cpu" or "cuda".
@@ -108,10 +110,8 @@ def _launch_once(
             _kill(started)
 
 
-def start_process(
-    run: RunDirectory, rank: RankPlan, kind: str, variables: Mapping[str, str]
-) -> subprocess.Popen[bytes]:
-    """Starts `python -m workers.training` on a rank's device.
+def start_process(run: RunDirectory, rank: RankPlan, kind: str, variables: Mapping[str, str]) -> BaseProcess:
+    """Starts a trainer on a rank's device, in a child process.
 
     Args:
         kind: the kind of the device: "cpu" or "cuda".
@@ -119,23 +119,22 @@ def start_process(
     """
     names = dict(name.split("=", 1) for name in os.environ.get(GPU_NAMES_VARIABLE, "").split(",") if name)
     visible = names.get(str(rank.gpu_id), str(rank.gpu_id)) if kind == "cuda" else ""
-    return subprocess.Popen(
-        [sys.executable, "-m", f"{PACKAGE_PREFIX}workers.training", str(run.path)],
-        env={**os.environ, **variables, "LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": visible},
-        stdin=subprocess.DEVNULL,
-        cwd=PACKAGES_FOLDER,
+    environment = {**os.environ, **variables, "LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": visible}
+    started = multiprocessing.get_context("fork").Process(
+        target=become_trainer, args=(run.path, environment), kwargs={"name": f"trainer rank {rank.rank}"}
     )
+    with forking():
+        started.start()
+    return started
 
 
-def _watch(
-    run: RunDirectory, ranks: list[subprocess.Popen[bytes]], interrupted: Callable[[], bool], first: int
-) -> int:
+def _watch(run: RunDirectory, ranks: list[BaseProcess], interrupted: Callable[[], bool], first: int) -> int:
     """Waits for the ranks, the number of the first of which is given; after the first failure, ends the
     others and returns its status."""
     frozen_since: dict[int, float] = {}
     stopped = False
     while True:
-        statuses = [rank.poll() for rank in ranks]
+        statuses = [rank.exitcode for rank in ranks]
         if all(status == 0 for status in statuses):
             return 0
         if (stopped or interrupted()) and -signal.SIGTERM in statuses:
@@ -145,10 +144,10 @@ def _watch(
         if interrupted() and not stopped:
             stopped = True
             for rank in ranks:
-                rank.send_signal(signal.SIGTERM)
+                rank.terminate()
         for number, rank in enumerate(ranks):
             since = frozen_since.setdefault(number, time.monotonic())
-            if not _is_frozen(rank.pid):
+            if rank.pid is None or not _is_frozen(rank.pid):
                 del frozen_since[number]
             elif time.monotonic() - since > _FROZEN_SECONDS:
                 message = (
@@ -160,15 +159,15 @@ def _watch(
         time.sleep(_POLL_SECONDS)
 
 
-def _end_after_failure(run: RunDirectory, ranks: list[subprocess.Popen[bytes]], first: int) -> int:
+def _end_after_failure(run: RunDirectory, ranks: list[BaseProcess], first: int) -> int:
     """Finds the rank that failed by itself, ends the others, and stores its failure as that of the run."""
     until = time.monotonic() + _CAUSE_SECONDS
     cause: int | None = None
-    while cause is None and time.monotonic() < until and any(rank.poll() is None for rank in ranks):
+    while cause is None and time.monotonic() < until and any(rank.exitcode is None for rank in ranks):
         cause = _cause(ranks)
         time.sleep(_POLL_SECONDS)
     cause = _cause(ranks) if cause is None else cause
-    if cause is not None and ranks[cause].returncode == INTERRUPTED:
+    if cause is not None and ranks[cause].exitcode == INTERRUPTED:
         _wait_for_all(ranks)  # a requested interruption ends all of them
     _kill(ranks)
     if cause is None and has_other_nodes():
@@ -177,7 +176,7 @@ def _end_after_failure(run: RunDirectory, ranks: list[subprocess.Popen[bytes]], 
         message = "the ranks lost their connection to each other"
         run.write_failure(Failure(code="rank_lost", message=message, permanent=False))
         return 1
-    status = ranks[cause].returncode
+    status = ranks[cause].exitcode or 0
     number = first + cause
     if _failure_file(run, number).exists():
         _failure_file(run, number).replace(run.path / "failure.json")
@@ -189,15 +188,15 @@ def _end_after_failure(run: RunDirectory, ranks: list[subprocess.Popen[bytes]], 
     return status if status > 0 else 1
 
 
-def _wait_for_all(ranks: list[subprocess.Popen[bytes]]) -> None:
+def _wait_for_all(ranks: list[BaseProcess]) -> None:
     until = time.monotonic() + _STOP_SECONDS
-    while any(rank.poll() is None for rank in ranks) and time.monotonic() < until:
+    while any(rank.exitcode is None for rank in ranks) and time.monotonic() < until:
         time.sleep(_POLL_SECONDS)
 
 
-def _cause(ranks: list[subprocess.Popen[bytes]]) -> int | None:
+def _cause(ranks: list[BaseProcess]) -> int | None:
     """A rank that failed, and not because it lost another one; None if there is none yet."""
-    statuses = [rank.poll() for rank in ranks]
+    statuses = [rank.exitcode for rank in ranks]
     if RANKS_MUST_RESTART in statuses:  # what it has learned would be lost with a failure of another rank
         return statuses.index(RANKS_MUST_RESTART)
     return next((n for n, status in enumerate(statuses) if status not in (None, 0, LOST_RANK)), None)
@@ -215,8 +214,8 @@ def _is_frozen(pid: int) -> bool:
     return False
 
 
-def _kill(ranks: list[subprocess.Popen[bytes]]) -> None:
+def _kill(ranks: list[BaseProcess]) -> None:
     for rank in ranks:
         rank.kill()
     for rank in ranks:
-        rank.wait()
+        rank.join()
