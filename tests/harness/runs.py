@@ -116,8 +116,13 @@ def start_trainer(run: RunDirectory) -> ForkedTrainer | subprocess.Popen[bytes]:
     """`python -m workers.training` in a process of its own, which starts sooner where fork servers are
     possible."""
     with run.trainer_log.open("ab") as log:
-        forked = _FORK_SERVER.start(run.path, os.environ, log.fileno(), {})
+        forked = _FORK_SERVER.start(run.path, environment(), log.fileno(), {})
         return forked or subprocess.Popen(command(run.path), stdout=log, stderr=log)
+
+
+def environment() -> dict[str, str]:
+    """This process's environment, without what is of a single test."""
+    return {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
 
 
 _FORK_SERVER = ForkServer()

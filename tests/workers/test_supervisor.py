@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -53,6 +54,8 @@ def end_all(supervisor: Supervisor) -> None:
         running.trainer.kill()
     until(lambda: all(running.trainer.status() is not None for running in supervisor.running))
     until(lambda: all(running.trainer.status() is not None for running in supervisor.leaving))
+    if supervisor.fork_server is not None:
+        supervisor.fork_server.close()
 
 
 def endless(settings: Settings, database: Database) -> str:
@@ -177,6 +180,8 @@ def stand_in(supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch, script: st
         return honest(["sh", "-c", script, "sh", command[-1]], **named)
 
     monkeypatch.setattr("workers.trainer_process.subprocess.Popen", started)
+    launcher = replace(supervisor.start.launcher, fork_server=None)
+    supervisor.start = replace(supervisor.start, launcher=launcher)
 
 
 def test_a_second_stop_signal_kills_trainers_and_returns_their_jobs(
@@ -587,6 +592,8 @@ def test_devices_are_held_until_all_jobs_have_made_way(
     low = [endless(settings, database) for _ in range(2)]
     supervisor.leases.beat(database)
     monkeypatch.setattr("workers.trainer_process.subprocess.Popen", started)
+    launcher = replace(supervisor.start.launcher, fork_server=None)
+    supervisor.start = replace(supervisor.start, launcher=launcher)
     turn(supervisor)
     assert len(supervisor.running) == 2
     backlog, wide = endless(settings, database), endless(settings, database)

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from app import PACKAGE_PREFIX, PACKAGES_FOLDER
+from app.contract import fail_points
 from workers.run_directory import (
     GPU_NAMES_VARIABLE,
     HIDDEN_VARIABLE,
@@ -41,7 +42,7 @@ from workers.training.preloading import STOP_SIGNALS, become_trainer, command, f
 
 _OWN_VARIABLES = {
     LIFELINE_VARIABLE, SILENCE_VARIABLE, TOKEN_VARIABLE, HIDDEN_VARIABLE, GPU_NAMES_VARIABLE,
-    "CUDA_VISIBLE_DEVICES",
+    "CUDA_VISIBLE_DEVICES", fail_points.VARIABLE,
 }  # fmt: skip
 """Variables of a single trainer. Libraries read the others when they are loaded."""
 
@@ -190,6 +191,7 @@ class ForkServer:
             if self._requests is not None:
                 self._requests.close()
             if self._server is not None:
+                self._server.kill()  # it may be loading libraries, and has nothing to lose
                 self._server.wait()
             self._server = self._requests = None
 
