@@ -182,12 +182,11 @@ class TrainerProcess:
         """Kills the trainer and its children, which are in a session of their own."""
         with self._signalling:
             if self._process.poll() is None:
-                if self.pid is None:
-                    self._process.kill()
-                    return
-                self._inner = self._inner or children_of(self.pid)
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(self.pid, signal.SIGKILL)
+                if self.pid is not None:
+                    self._inner = self._inner or children_of(self.pid)
+                    with contextlib.suppress(ProcessLookupError, PermissionError):
+                        os.killpg(self.pid, signal.SIGKILL)
+                self._process.kill()  # it may not have its session yet, or may not have been started
 
     def close(self) -> None:
         """Releases the resources of a trainer that has ended; closing its lifeline ends any of

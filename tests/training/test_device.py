@@ -19,8 +19,8 @@ from tests.harness.training import run_to_end, weights
 from workers.profiling.depth import Depth
 from workers.profiling.simulate import Simulation
 from workers.training import attention, device, start
-from workers.training.__main__ import _crash
 from workers.training.exceptions import CannotTrain
+from workers.training.trainer import _crash
 
 GPU = Device(0, "NVIDIA H100", 80 * GIB, "cuda", compute_capability=9.0)
 

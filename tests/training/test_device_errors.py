@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from workers.training.__main__ import _DEVICE_LOST
 from workers.training.device import check_cuda
 from workers.training.device_errors import is_out_of_memory
 from workers.training.exceptions import CannotTrain
+from workers.training.trainer import _DEVICE_LOST
 
 
 @pytest.mark.parametrize(

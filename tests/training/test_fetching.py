@@ -4,8 +4,9 @@ hub's cache.
 
 import os
 import re
+import signal
 import subprocess
-import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,14 @@ import huggingface_hub.utils._http as hub_http
 import pytest
 
 from app.contract.model_reference import HUB_NAME
+from tests.harness.dripping import slow_server
 from tests.harness.hub import COMMIT, Hub, running_hub
 from tests.harness.runs import create_run, small_data
 from tests.harness.specs import make_spec
-from workers.run_directory import HIDDEN_VARIABLE, TOKEN_VARIABLE, RunDirectory
+from workers.run_directory import HIDDEN_VARIABLE, INTERRUPTED, TOKEN_VARIABLE, RunDirectory
 from workers.training.filesystem_view import named_view
 from workers.training.hub_limits import LISTING_BYTES, DownloadLimits, NotFollowed, TooMuch, TooSlow
+from workers.training.preloading import command
 from workers.training.tiny_gpt2 import ensure_tiny_gpt2
 
 ROOT = Path(__file__).parents[2]
@@ -42,23 +45,32 @@ def laid(data: Path) -> RunDirectory:
     return run
 
 
-def trained(
+def started(
     run: RunDirectory, hub_url: str, home: Path, token: bytes = b"hf_secret"
-) -> subprocess.CompletedProcess[str]:
-    """An isolated trainer's run to its end, with a token of the hub's."""
+) -> subprocess.Popen[str]:
+    """An isolated trainer, with a token of the hub's."""
     reading, writing = os.pipe()
     os.write(writing, token)
     os.close(writing)
     env = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     env |= {"HF_ENDPOINT": hub_url, "HF_HOME": str(home), TOKEN_VARIABLE: str(reading),
             HIDDEN_VARIABLE: named_view(run.path.parent.parent, run.assignment())}  # fmt: skip
-    command = [sys.executable, "-m", "workers.training", str(run.path)]
     try:
-        return subprocess.run(
-            command, env=env, cwd=ROOT, pass_fds=[reading], capture_output=True, text=True, check=False
-        )
+        return subprocess.Popen(
+            command(run.path), env=env, cwd=ROOT, pass_fds=[reading], text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
     finally:
         os.close(reading)
+
+
+def trained(
+    run: RunDirectory, hub_url: str, home: Path, token: bytes = b"hf_secret"
+) -> subprocess.CompletedProcess[str]:
+    """The same to its end."""
+    with started(run, hub_url, home, token) as trainer:
+        printed, errors = trainer.communicate()
+    return subprocess.CompletedProcess([], trainer.returncode, printed, errors)
 
 
 def test_a_model_of_the_hub_is_downloaded_with_the_token_and_trained_without(
@@ -70,6 +82,18 @@ def test_a_model_of_the_hub_is_downloaded_with_the_token_and_trained_without(
     assert hub.downloaded_with == {"Bearer hf_secret"}
     assert run.outcome() is not None
     assert "hf_secret" not in done.stdout + done.stderr
+
+
+def test_a_stop_during_a_download_ends_it(tmp_path: Path) -> None:
+    run = laid(tmp_path / "data")
+    with slow_server() as url:
+        trainer = started(run, url, tmp_path / "hub")
+        time.sleep(3.0)  # it downloads by then, or loads what it needs for that
+        assert trainer.poll() is None
+        trainer.send_signal(signal.SIGTERM)
+        _, errors = trainer.communicate(timeout=10)
+    assert trainer.returncode == INTERRUPTED, errors
+    assert run.failure() is None
 
 
 def test_an_unreachable_hub_is_reported_before_training(tmp_path: Path) -> None:

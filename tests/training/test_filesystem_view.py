@@ -225,7 +225,7 @@ def test_non_root_users_are_isolated_too(folder: Path) -> None:
 def test_without_namespaces_the_trainer_still_gives_up_its_capabilities(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hidden: str, has_namespaces: bool, expected: str | None
 ) -> None:
-    from workers.training import __main__ as trainer
+    from workers.training import trainer
 
     called: list[str] = []
     for name in ("isolate", "drop_capabilities"):
@@ -237,6 +237,5 @@ def test_without_namespaces_the_trainer_still_gives_up_its_capabilities(
     monkeypatch.setattr(trainer, "attempt", lambda run, stop: 0)
     monkeypatch.setattr(trainer, "run_sandboxed", lambda work, **_: work(has_namespaces))
     monkeypatch.setenv("ACCRUE_HIDDEN_FOLDER", hidden)
-    monkeypatch.setattr("sys.argv", ["trainer", str(create_run(tmp_path / "run").path)])
-    assert trainer.main() == 0
+    assert trainer.train(create_run(tmp_path / "run")) == 0
     assert called == ([] if expected is None else [expected])

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.thorough
     "module",
     [
         "workers.inference.engine_main",
-        "workers.training.__main__",
+        "workers.training.trainer",
         "workers.profiling.__main__",
         "workers.exports.__main__",
         "workers.exports.export_main",

@@ -1,6 +1,7 @@
 """Trainers as copies of a process that has loaded their libraries."""
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -12,7 +13,13 @@ import pytest
 from app.planning.devices import Device
 from tests.harness.runs import create_run, environment, log_of, small_data, until, with_ranks
 from tests.harness.specs import make_spec
-from workers.run_directory import INTERRUPTED, RunDirectory
+from workers.run_directory import (
+    HIDDEN_VARIABLE,
+    INTERRUPTED,
+    LIFELINE_VARIABLE,
+    SILENCE_VARIABLE,
+    RunDirectory,
+)
 from workers.trainer_process import TrainerProcess
 from workers.training.fork_server import ForkedTrainer, ForkServer
 from workers.training.preloading import command
@@ -62,6 +69,10 @@ def ended(pid: int) -> bool:
         return True
 
 
+def open_files(pid: int) -> dict[int, str]:
+    return {int(entry.name): str(entry.readlink()) for entry in Path(f"/proc/{pid}/fd").iterdir()}
+
+
 def test_a_copy_trains_as_a_process_of_its_own(tmp_path: Path, loaded: ForkServer) -> None:
     copied, own = create_run(tmp_path / "copied"), create_run(tmp_path / "own")
     assert started(loaded, copied).wait(60) == 0, copied.trainer_log.read_text()
@@ -99,6 +110,16 @@ def test_the_exit_status_is_the_trainer_s(tmp_path: Path, loaded: ForkServer) ->
     trainer.kill()
     assert trainer.wait(60) == -signal.SIGKILL
     trainer.terminate()  # no process has its id any more, or another one
+
+
+def test_an_unexpected_error_is_in_the_trainer_s_log(tmp_path: Path, loaded: ForkServer) -> None:
+    run = create_run(tmp_path / "run")
+    malformed = {**environment(), SILENCE_VARIABLE: "soon"}
+    with run.trainer_log.open("ab") as log:
+        trainer = loaded.start(run.path, malformed, log.fileno(), {LIFELINE_VARIABLE: log.fileno()})
+    assert trainer is not None
+    assert trainer.wait(60) == 1
+    assert "ValueError: could not convert string to float: 'soon'" in run.trainer_log.read_text()
 
 
 def test_the_process_table_shows_the_run(tmp_path: Path, loaded: ForkServer) -> None:
@@ -157,6 +178,46 @@ def test_a_server_that_is_killed_while_it_loads_takes_its_trainers_along(
     trainer = started(new, create_run(tmp_path / "run"))
     process_of(new).kill()
     assert trainer.wait(60) == -signal.SIGKILL
+
+
+def test_a_server_that_hangs_while_it_loads_keeps_no_killed_trainer(
+    tmp_path: Path, new: ForkServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workers.training.fork_server._REACTS_WITHIN_SECONDS", 0.2)
+    trainer = started(new, create_run(tmp_path / "run"))
+    server = process_of(new)
+    server.send_signal(signal.SIGSTOP)
+    assert trainer.poll() is None
+    trainer.kill()
+    assert trainer.wait(60) == -signal.SIGKILL
+    assert server.wait(60) == -signal.SIGKILL
+
+
+def test_a_large_request_is_left_to_a_process_of_its_own(tmp_path: Path, loaded: ForkServer) -> None:
+    run = create_run(tmp_path / "run")
+    large = {**environment(), HIDDEN_VARIABLE: "x" * 2**18}
+    with run.trainer_log.open("ab") as log:
+        assert loaded.start(run.path, large, log.fileno(), {}) is None
+        assert loaded.start(run.path, environment(), log.fileno(), {}, [log.fileno()] * 200) is None
+
+
+def test_a_server_that_cannot_start_a_trainer_says_why_and_serves_the_next(
+    tmp_path: Path, new: ForkServer
+) -> None:
+    first = create_run(tmp_path / "first")
+    assert started(new, first).wait(60) == 0
+    pid = process_of(new).pid
+    limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    until(lambda: "anon_inode:[pidfd]" not in open_files(pid).values(), 10)
+    free = [number for number in range(100) if number not in open_files(pid)]
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (free[2], limits[1]))  # for the request, and no more
+    refused = create_run(tmp_path / "refused")
+    assert started(new, refused).wait(60) == 1
+    assert "Too many open files" in refused.trainer_log.read_text()
+    assert not refused.events.exists()
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
+    assert started(new, create_run(tmp_path / "next")).wait(60) == 0
+    assert process_of(new).pid == pid
 
 
 @pytest.mark.thorough

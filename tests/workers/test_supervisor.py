@@ -180,6 +180,11 @@ def stand_in(supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch, script: st
         return honest(["sh", "-c", script, "sh", command[-1]], **named)
 
     monkeypatch.setattr("workers.trainer_process.subprocess.Popen", started)
+    start_directly(supervisor)
+
+
+def start_directly(supervisor: Supervisor) -> None:
+    """Lets the supervisor start trainers without a fork server."""
     launcher = replace(supervisor.start.launcher, fork_server=None)
     supervisor.start = replace(supervisor.start, launcher=launcher)
 
@@ -592,8 +597,8 @@ def test_devices_are_held_until_all_jobs_have_made_way(
     low = [endless(settings, database) for _ in range(2)]
     supervisor.leases.beat(database)
     monkeypatch.setattr("workers.trainer_process.subprocess.Popen", started)
-    launcher = replace(supervisor.start.launcher, fork_server=None)
-    supervisor.start = replace(supervisor.start, launcher=launcher)
+    start_directly(supervisor)
+
     turn(supervisor)
     assert len(supervisor.running) == 2
     backlog, wide = endless(settings, database), endless(settings, database)
@@ -632,6 +637,7 @@ def a_full_worker(
     script = f'trap "sleep {checkpoint_seconds}; exit 75" TERM; while true; do sleep 0.05; done'
     chosen = settings.model_copy(update={"poll_seconds": 0.05, "lease_seconds": 600, "preemption": True})
     supervisor = Supervisor(chosen, database, Slots(on_cpu=True))
+    start_directly(supervisor)
     low = endless(settings, database)
     supervisor.leases.beat(database)
     monkeypatch.setattr(

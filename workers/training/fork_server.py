@@ -23,10 +23,10 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from app import PACKAGE_PREFIX, PACKAGES_FOLDER
 from app.contract import fail_points
@@ -47,6 +47,9 @@ _OWN_VARIABLES = {
 """Variables of a single trainer. Libraries read the others when they are loaded."""
 
 _MESSAGE_BYTES, _MOST_DESCRIPTORS = 2**17, 64
+_REACTS_WITHIN_SECONDS = 30.0
+"""If a server does not react for this long, it hangs: while it loads libraries from a disk that is gone, for
+example."""
 _ROOM_FOR_COMMAND = 1024
 """Bytes of the server's command line that its copies can replace by their own."""
 
@@ -54,9 +57,14 @@ _ROOM_FOR_COMMAND = 1024
 class ForkedTrainer:
     """A trainer that a fork server started: what `subprocess.Popen` is for one that the worker started."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, end_server: Callable[[], None]) -> None:
+        """
+        Args:
+            end_server: kills the server, with everything that it has started.
+        """
         connection.setblocking(False)
-        self._connection = connection
+        self._connection, self._end_server = connection, end_server
+        self._cancelled_at: float | None = None
         self._process: int | None = None
         """Refers to the process, even if another one gets its id (pidfd)."""
         self._signals: list[int] = []
@@ -67,7 +75,13 @@ class ForkedTrainer:
 
     def poll(self) -> int | None:
         """The exit status, negative after a signal; None while the trainer is alive, or was not started
-        yet."""
+        yet.
+
+        If it was killed before its start, and the server, which holds its descriptors, does not react, the
+        server is killed.
+        """
+        if self._cancelled_at is not None and time.monotonic() > self._cancelled_at + _REACTS_WITHIN_SECONDS:
+            self._end_server()
         while self.returncode is None:
             try:
                 message = self._connection.recv(_MESSAGE_BYTES)
@@ -107,9 +121,10 @@ class ForkedTrainer:
         start."""
         if self.poll() is not None:
             return
-        if self._process is not None:
-            signal.pidfd_send_signal(self._process, number)
+        if self.pid is not None:
+            self._signal(number)
         elif number == signal.SIGKILL:
+            self._cancelled_at = self._cancelled_at or time.monotonic()
             self._connection.shutdown(socket.SHUT_WR)
         else:
             self._signals.append(number)
@@ -124,8 +139,15 @@ class ForkedTrainer:
         self.pid = pid
         with contextlib.suppress(OSError):
             self._process = os.pidfd_open(pid)
-            for number in self._signals:
+        for number in self._signals:
+            self._signal(number)
+
+    def _signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):  # it ended with its server
+            if self._process is not None:
                 signal.pidfd_send_signal(self._process, number)
+            elif self.pid is not None:
+                os.kill(self.pid, number)
 
     def _end(self, status: int) -> None:
         self.returncode = status
@@ -164,26 +186,30 @@ class ForkServer:
 
         Returns:
             None if the trainer must be started in another way: this system has no pidfds (other than Linux),
-            or its environment differs from the other trainers'.
+            its environment differs from the other trainers', or the request is too large.
         """
         if not _is_possible():
             return None
         common = {name: value for name, value in environment.items() if name not in _OWN_VARIABLES}
         request = {"run": str(run), "environment": dict(environment), "named": list(named)}
+        message = json.dumps(request).encode()
+        if len(message) > _MESSAGE_BYTES or 2 + len(named) + len(others) > _MOST_DESCRIPTORS:
+            return None
         with self._lock:
             if self._server is None or self._server.poll() is not None:
                 self._start_server(common)
-            if common != self._environment or self._requests is None:
+            if common != self._environment or self._requests is None or self._server is None:
                 return None
+            end_server = self._server.kill
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with theirs:
                 descriptors = [theirs.fileno(), output, *named.values(), *others]
                 try:
-                    socket.send_fds(self._requests, [json.dumps(request).encode()], descriptors)
+                    socket.send_fds(self._requests, [message], descriptors)
                 except OSError:  # it has just ended, or is still loading with many requests waiting
                     ours.close()
                     return None
-        return ForkedTrainer(ours)
+        return ForkedTrainer(ours, end_server)
 
     def close(self) -> None:
         """Ends the server, and trainers that still run."""
@@ -205,6 +231,8 @@ class ForkServer:
             self._server = subprocess.Popen(
                 [sys.executable, "-m", module, str(theirs.fileno()), " " * _ROOM_FOR_COMMAND],
                 stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL if sys.stderr is None else None,
                 env=environment,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
@@ -226,8 +254,8 @@ class _Child:
     """Whether the worker has closed its end of the connection."""
 
     def close(self) -> None:
-        os.close(self.process)
         self.connection.close()
+        os.close(self.process)
 
 
 class _Server:
@@ -267,57 +295,76 @@ class _Server:
 
     def _answer(self) -> bool:
         """Starts the trainer that is requested next. Returns whether there was a request."""
-        message, descriptors, _, _ = socket.recv_fds(self._requests, _MESSAGE_BYTES, _MOST_DESCRIPTORS)
+        message, descriptors, flags, _ = socket.recv_fds(self._requests, _MESSAGE_BYTES, _MOST_DESCRIPTORS)
         if not message:
             return False
-        connection = socket.socket(fileno=descriptors.pop(0))
-        child = None
-        try:
-            if not select.select([connection], [], [], 0)[0]:  # else it was closed before this start
-                child = self._fork(json.loads(message), connection, descriptors)
-                self._children.append(child)
-                _send(connection, pid=child.pid)
-        except OSError:
-            traceback.print_exc()
-        finally:
+        if flags & socket.MSG_CTRUNC:  # this process may open no more files
             for descriptor in descriptors:
                 os.close(descriptor)
-            if child is None:
-                connection.close()
+            return True
+        connection, output, *others = descriptors
+        try:
+            self._start(json.loads(message), socket.socket(fileno=connection), output, others)
+        except Exception:
+            os.write(output, traceback.format_exc().encode())
+        finally:
+            for descriptor in (output, *others):
+                os.close(descriptor)
         return True
 
-    def _fork(self, request: dict[str, Any], connection: socket.socket, descriptors: list[int]) -> _Child:
-        with forking():
-            pid = os.fork()
-            if pid == 0:
-                try:
-                    self._become(request, connection, descriptors)
-                except BaseException:
-                    traceback.print_exc()
-                finally:
-                    os._exit(1)
-        return _Child(pid, os.pidfd_open(pid), connection)
+    def _start(
+        self, request: dict[str, Any], connection: socket.socket, output: int, others: list[int]
+    ) -> None:
+        """Starts a trainer, or reports that it has failed.
 
-    def _become(self, request: dict[str, Any], connection: socket.socket, descriptors: list[int]) -> None:
-        """Turns a copy of this process into the trainer."""
-        die_with_parent()
-        if os.getppid() != self._pid:  # the server has ended before
+        Raises:
+            OSError: it cannot be started.
+        """
+        if select.select([connection], [], [], 0)[0]:  # the worker has cancelled the request
+            connection.close()
             return
-        os.setsid()
-        self._requests.close()
-        connection.close()
-        for sibling in self._children:
-            sibling.close()
-        output, *kept = descriptors
-        os.dup2(output, sys.stdout.fileno())
-        os.dup2(output, sys.stderr.fileno())
-        os.close(output)
-        for descriptor in kept:
-            os.set_inheritable(descriptor, True)
-        numbers = {name: str(number) for name, number in zip(request["named"], kept, strict=False)}
-        run = Path(request["run"])
-        _show_command(command(run))
-        become_trainer(run, request["environment"] | numbers)
+        pid = 0
+        try:
+            with forking():
+                pid = os.fork()
+                if pid == 0:
+                    self._become(request, connection, output, others)
+            self._children.append(_Child(pid, os.pidfd_open(pid), connection))
+        except OSError:
+            if pid:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+            with connection:
+                _send(connection, status=1)
+            raise
+        _send(connection, pid=pid)
+
+    def _become(
+        self, request: dict[str, Any], connection: socket.socket, output: int, others: list[int]
+    ) -> NoReturn:
+        """Turns this copy of the server into the trainer."""
+        try:
+            die_with_parent()
+            if os.getppid() != self._pid:  # the server has ended before
+                os._exit(1)
+            os.setsid()
+            self._requests.close()
+            connection.close()
+            for sibling in self._children:
+                sibling.close()
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            os.close(output)
+            for descriptor in others:
+                os.set_inheritable(descriptor, True)
+            numbers = {name: str(number) for name, number in zip(request["named"], others, strict=False)}
+            run = Path(request["run"])
+            _show_command(command(run))
+            become_trainer(run, request["environment"] | numbers)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
 
 
 def _send(connection: socket.socket, **content: int) -> None:

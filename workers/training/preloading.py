@@ -5,11 +5,13 @@ If the libraries are not loaded, or this process has a GPU open, a copy loads th
 keeps in a process does not work in a copy of it.
 """
 
+import contextlib
 import ctypes
 import logging
 import os
 import signal
 import sys
+import traceback
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -77,11 +79,16 @@ def become_trainer(run: Path, environment: Mapping[str, str], name: str = "train
     status = 1
     try:
         status = train(RunDirectory(run))
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
     finally:
         ignore_signals()
         logging.shutdown()
-        sys.stdout.flush()
-        sys.stderr.flush()
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
         os._exit(status)
 
 

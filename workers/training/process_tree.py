@@ -83,16 +83,29 @@ def run_sandboxed(work: Callable[[bool], int], *, isolated: bool, lifeline: Life
 
 
 def in_a_child(work: Work) -> int:
-    """Runs `work` in a child process that ends with this one. Returns its exit status, negative after a
-    signal."""
+    """Runs `work` in a child process that ends with this one. SIGTERM and SIGINT end the child, and are then
+    handled here, too.
+
+    Returns:
+        Its exit status, negative after a signal.
+    """
+    received: list[int] = []
     with _signals_blocked():
-        child = _fork(work)
-        before = _pass_on(child)
+        child = _fork(lambda: _ended_by_signals(work))
+        before = _pass_on(child, received)
     try:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+        for number in received:
+            signal.raise_signal(number)
+
+
+def _ended_by_signals(work: Work) -> int:
+    for number in _PASSED_ON:
+        signal.signal(number, signal.SIG_DFL)
+    return work()
 
 
 def _init(work: Work, *, own: bool) -> int:
@@ -205,10 +218,12 @@ def _signals_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_ON)
 
 
-def _pass_on(child: int) -> dict[int, Any]:
-    """Passes signals on to a child. Returns the previous handlers."""
+def _pass_on(child: int, received: list[int] | None = None) -> dict[int, Any]:
+    """Passes signals on to a child, and notes them in `received`. Returns the previous handlers."""
 
     def pass_on(number: int, frame: object) -> None:
+        if received is not None:
+            received.append(number)
         with contextlib.suppress(ProcessLookupError):
             os.kill(child, number)
 
