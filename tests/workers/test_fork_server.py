@@ -21,6 +21,7 @@ from workers.run_directory import (
     RunDirectory,
 )
 from workers.trainer_process import TrainerProcess
+from workers.training.filesystem_view import named_view
 from workers.training.fork_server import ForkedTrainer, ForkServer
 from workers.training.preloading import command
 
@@ -252,6 +253,23 @@ def test_a_trainer_that_nobody_follows_is_killed(tmp_path: Path, loaded: ForkSer
     trainer._connection.close()
     assert trainer.pid is not None
     until(lambda pid=trainer.pid: ended(pid), 10)
+
+
+def test_trainers_of_different_jobs_and_devices_share_a_server(tmp_path: Path, new: ForkServer) -> None:
+    """None has a variable of its own that the server does not know as such."""
+    gpus = [Device(number, f"GPU {number}", 2**30, "cuda", uuid=f"GPU-{number}") for number in range(2)]
+    trainers = []
+    for number, devices in enumerate([gpus[:1], gpus[1:], gpus]):
+        run = create_run(tmp_path / f"run-{number}")
+        view = named_view(tmp_path, run.assignment())
+        trainers.append(TrainerProcess(run, devices, 60 + number, fork_server=new, view=view))
+    assert all(isinstance(trainer._process, ForkedTrainer) for trainer in trainers)
+    for trainer in trainers:
+        trainer.kill()
+    new.close()
+    for trainer in trainers:
+        until(lambda trainer=trainer: trainer.status() is not None, 10)
+        trainer.close()
 
 
 def test_what_libraries_read_while_loading_is_the_same_for_all(tmp_path: Path, loaded: ForkServer) -> None:

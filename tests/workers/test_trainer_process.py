@@ -9,6 +9,9 @@ from app.errors import BadSetting
 from app.planning.devices import Device
 from tests.harness.runs import create_run, until
 from workers.trainer_process import TrainerProcess, check_network_isolation
+from workers.training.fork_server import ForkServer
+
+CPU = Device("cpu", "CPU", 2**30, "cpu")
 
 LAST_PROCESS_ID = Path("/proc/sys/kernel/ns_last_pid")
 
@@ -28,13 +31,18 @@ def bystander(pid: int) -> subprocess.Popen[bytes] | None:
     return None
 
 
-def test_a_process_that_reuses_a_dead_trainer_s_pid_is_not_signalled(tmp_path: Path) -> None:
-    trainer = TrainerProcess(
-        create_run(tmp_path / "run"), [Device("cpu", "CPU", 2**30, "cpu")], silence_seconds=60
-    )
+@pytest.mark.parametrize("forks", [False, True], ids=["started directly", "forked"])
+def test_a_process_that_reuses_a_dead_trainer_s_pid_is_not_signalled(tmp_path: Path, forks: bool) -> None:
+    server = ForkServer() if forks else None
+    run = create_run(tmp_path / "run")
+    trainer = TrainerProcess(run, [CPU], silence_seconds=60, fork_server=server)
+    until(lambda: trainer.status() is None and trainer.pid is not None)
+    pid = trainer.pid
+    assert pid is not None
     trainer.kill()
     until(lambda: trainer.status() is not None, 10)
-    other = bystander(trainer.pid)
+    until(lambda: not Path(f"/proc/{pid}").exists(), 10)
+    other = bystander(pid)
     if other is None:
         pytest.skip("needs a kernel that gives out a chosen process id")
     try:
@@ -47,6 +55,8 @@ def test_a_process_that_reuses_a_dead_trainer_s_pid_is_not_signalled(tmp_path: P
     finally:
         other.kill()
         other.wait()
+        if server is not None:
+            server.close()
 
 
 def test_a_trainer_without_network_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,7 +72,7 @@ def test_a_trainer_without_network_has_none(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr("sys.executable", str(python))
     seen = []
     for network in (True, False):
-        trainer = TrainerProcess(run, [Device("cpu", "CPU", 2**30, "cpu")], 60, network=network)
+        trainer = TrainerProcess(run, [CPU], 60, network=network)
         until(lambda trainer=trainer: trainer.status() is not None, 10)
         trainer.close()
         assert trainer.status() == 0, run.trainer_log.read_text()
