@@ -34,7 +34,8 @@ from workers.training.preloading import command
 _PASSED_ON = (
     "PATH", "HOME", "USER", "LANG", "LC_ALL", "TMPDIR", "VIRTUAL_ENV", "PYTHONPATH", "LD_LIBRARY_PATH",
     "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_ENDPOINT", "SSL_CERT_FILE",
-    "HTTPS_PROXY", "HTTP_PROXY", "NO_PROXY", "CC", "CXX", fail_points.VARIABLE,
+    "HTTPS_PROXY", "HTTP_PROXY", "NO_PROXY", "https_proxy", "http_proxy", "no_proxy",
+    "CC", "CXX", fail_points.VARIABLE,
 )  # fmt: skip
 _PASSED_ON_PREFIXES = (
     "CUDA_", "NVIDIA_", "CUDNN_", "CUBLAS_", "NCCL_", "GLOO_", "PYTORCH_", "TORCH_", "TORCHINDUCTOR_",
