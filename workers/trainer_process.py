@@ -182,11 +182,12 @@ class TrainerProcess:
     def kill(self) -> None:
         """Kills the trainer and its children, which are in a session of their own."""
         with self._signalling:
+            pid = self.pid
             if self._process.poll() is None:
-                if self.pid is not None:
-                    self._inner = self._inner or children_of(self.pid)
+                if pid is not None:
+                    self._inner = self._inner or children_of(pid)
                     with contextlib.suppress(ProcessLookupError, PermissionError):
-                        os.killpg(self.pid, signal.SIGKILL)
+                        os.killpg(pid, signal.SIGKILL)
                 self._process.kill()  # it may not have its session yet, or may not have been started
 
     def close(self) -> None:

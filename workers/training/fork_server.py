@@ -69,9 +69,14 @@ class ForkedTrainer:
         """Refers to the process, even if another one gets its id (pidfd)."""
         self._signals: list[int] = []
         """To be sent once the process id is known."""
-        self.pid: int | None = None
-        """None until the server has loaded its libraries."""
+        self._pid: int | None = None
         self.returncode: int | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """None until the server has loaded its libraries."""
+        self.poll()
+        return self._pid
 
     def poll(self) -> int | None:
         """The exit status, negative after a signal; None while the trainer is alive, or was not started
@@ -121,7 +126,7 @@ class ForkedTrainer:
         start."""
         if self.poll() is not None:
             return
-        if self.pid is not None:
+        if self._pid is not None:
             self._signal(number)
         elif number == signal.SIGKILL:
             self._cancelled_at = self._cancelled_at or time.monotonic()
@@ -136,7 +141,7 @@ class ForkedTrainer:
         self.send_signal(signal.SIGKILL)
 
     def _note_start(self, pid: int) -> None:
-        self.pid = pid
+        self._pid = pid
         with contextlib.suppress(OSError):
             self._process = os.pidfd_open(pid)
         for number in self._signals:
@@ -146,8 +151,8 @@ class ForkedTrainer:
         with contextlib.suppress(ProcessLookupError):  # it ended with its server
             if self._process is not None:
                 signal.pidfd_send_signal(self._process, number)
-            elif self.pid is not None:
-                os.kill(self.pid, number)
+            elif self._pid is not None:
+                os.kill(self._pid, number)
 
     def _end(self, status: int) -> None:
         self.returncode = status
