@@ -250,9 +250,10 @@ def test_a_trainer_that_nobody_follows_is_killed(tmp_path: Path, loaded: ForkSer
     run = long_run(tmp_path / "run")
     trainer = started(loaded, run)
     until(lambda: is_training(run) or trainer.poll() is not None)
+    pid = trainer.pid
+    assert pid is not None
     trainer._connection.close()
-    assert trainer.pid is not None
-    until(lambda pid=trainer.pid: ended(pid), 10)
+    until(lambda: ended(pid), 10)
 
 
 def test_trainers_of_different_jobs_and_devices_share_a_server(tmp_path: Path, new: ForkServer) -> None:
