@@ -91,3 +91,16 @@ def test_a_wheel_brings_one_package_and_its_command(installed: Path) -> None:
     command = [sys.executable, "-m", "accrue.app.cli", "--version"]
     said = subprocess.run(command, env=env, cwd="/", capture_output=True, text=True)
     assert said.stdout.startswith("accrue ")
+
+
+@pytest.mark.thorough
+def test_trainers_of_an_installed_wheel_are_copies_of_a_process(installed: Path, tmp_path: Path) -> None:
+    """`preload` finds the modules under their names in a wheel."""
+    code = (
+        "import sys; from accrue.workers.training.preloading import preload; preload(); print(*sys.modules)"
+    )
+    env = {**os.environ, "PYTHONPATH": str(installed)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, cwd=tmp_path, capture_output=True, text=True)
+    loaded = set(done.stdout.split())
+    assert {"torch", "transformers", "accrue.workers.training.fit"} <= loaded, done.stderr
+    assert "workers" not in loaded

@@ -23,7 +23,7 @@ from workers.run_directory import RunDirectory
 from workers.training.module_loading import fewer_collections
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-_LOADED_LAST = "workers.training.fit"
+_LIBRARIES = {"torch", "transformers"}
 _SET_NAME, _LONGEST_NAME = 15, 15
 """An option of prctl(2), and the number of bytes that it takes."""
 
@@ -70,7 +70,7 @@ def become_trainer(run: Path, environment: Mapping[str, str], name: str = "train
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(PACKAGES_FOLDER)
-    if _LOADED_LAST not in sys.modules or _has_opened_a_gpu():
+    if not sys.modules.keys() >= _LIBRARIES or _has_opened_a_gpu():
         os.execve(sys.executable, command(run), dict(environment))
     _set_name(name)
     from workers.training.trainer import train
