@@ -202,6 +202,7 @@ def test_a_large_request_is_left_to_a_process_of_its_own(tmp_path: Path, loaded:
         assert loaded.start(run.path, environment(), log.fileno(), {}, [log.fileno()] * 200) is None
 
 
+@pytest.mark.thorough
 def test_a_server_that_cannot_start_a_trainer_says_why_and_serves_the_next(
     tmp_path: Path, new: ForkServer
 ) -> None:
@@ -297,6 +298,7 @@ def test_no_server_where_the_system_lacks_what_it_needs(
     assert trainer.status() == 0
 
 
+@pytest.mark.thorough
 def test_the_server_has_none_of_the_worker_s_secrets(
     tmp_path: Path, new: ForkServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
