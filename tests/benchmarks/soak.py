@@ -30,6 +30,7 @@ RESULTS = Path(__file__).parent / "results"
 AT_ONCE = 6
 """The number of jobs that are queued or running at any time."""
 WARM_SECONDS = 120.0
+LOOKS, LOOK_EVERY_SECONDS = 40, 0.1
 
 
 class Soak:
@@ -122,11 +123,16 @@ def _signal(pid: int, number: int) -> bool:
 
 
 def usage(process: subprocess.Popen[bytes]) -> dict[str, int]:
-    """Resident bytes and open handles of a process."""
-    status = Path(f"/proc/{process.pid}/status").read_text()
-    resident = next(line for line in status.splitlines() if line.startswith("VmRSS"))
-    handles = len(list(Path(f"/proc/{process.pid}/fd").iterdir()))
-    return {"resident_bytes": int(resident.split()[1]) * 1024, "handles": handles}
+    """Resident bytes and open handles of a process: the fewest of some looks, since what a running trainer
+    takes is no growth."""
+    looks = []
+    for _ in range(LOOKS):
+        status = Path(f"/proc/{process.pid}/status").read_text()
+        resident = next(line for line in status.splitlines() if line.startswith("VmRSS"))
+        handles = len(list(Path(f"/proc/{process.pid}/fd").iterdir()))
+        looks.append((int(resident.split()[1]) * 1024, handles))
+        time.sleep(LOOK_EVERY_SECONDS)
+    return {"resident_bytes": min(bytes for bytes, _ in looks), "handles": min(count for _, count in looks)}
 
 
 def soak(soak: Soak, seconds: float) -> list[dict[str, Any]]:
