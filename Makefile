@@ -36,7 +36,7 @@ demo: $(STAMP) ## Train a small model end to end over HTTP, and show what happen
 test: check ## Run every check and the quick tests (a few minutes)
 	$(BIN)/python -m pytest -m "not alone and not thorough" --numprocesses 3 --dist loadfile
 
-test-all: test test-rest ## Run every check and every test but slow ones and long faults, on PostgreSQL too (about 35 minutes)
+test-all: test test-rest ## Run every check and every test but slow ones and long faults, on PostgreSQL too (about 25 minutes)
 
 test-rest: $(STAMP) ## Run the tests that `make test` leaves out
 	$(BIN)/python -m pytest -m "thorough and not alone" --numprocesses 3 --dist loadfile
