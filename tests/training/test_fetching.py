@@ -17,7 +17,7 @@ import pytest
 from app.contract.model_reference import HUB_NAME
 from tests.harness.dripping import slow_server
 from tests.harness.hub import COMMIT, Hub, running_hub
-from tests.harness.runs import create_run, small_data
+from tests.harness.runs import create_run, small_data, until
 from tests.harness.specs import make_spec
 from workers.run_directory import HIDDEN_VARIABLE, INTERRUPTED, TOKEN_VARIABLE, RunDirectory
 from workers.training.filesystem_view import named_view
@@ -94,6 +94,18 @@ def test_a_stop_during_a_download_ends_it(tmp_path: Path) -> None:
         _, errors = trainer.communicate(timeout=10)
     assert trainer.returncode == INTERRUPTED, errors
     assert run.failure() is None
+
+
+def test_a_download_that_is_killed_is_a_crash(tmp_path: Path) -> None:
+    """It is not an interruption, after which the job would be tried again without limit."""
+    run = laid(tmp_path / "data")
+    with slow_server() as url:
+        trainer = started(run, url, tmp_path / "hub")
+        children = Path(f"/proc/{trainer.pid}/task/{trainer.pid}/children")
+        until(lambda: children.read_text() != "", 30)
+        os.kill(int(children.read_text().split()[0]), signal.SIGKILL)
+        _, errors = trainer.communicate(timeout=10)
+    assert trainer.returncode == -signal.SIGKILL, errors
 
 
 def test_an_unreachable_hub_is_reported_before_training(tmp_path: Path) -> None:

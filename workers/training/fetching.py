@@ -6,6 +6,7 @@ privileges.
 
 import os
 import re
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from app.contract.model_fingerprint import TEMPLATES
 from app.contract.model_reference import ModelReference
 from workers.run_directory import INTERRUPTED, TOKEN_VARIABLE
 from workers.training.hub_limits import DownloadLimits
-from workers.training.process_tree import in_a_child
+from workers.training.process_tree import end_as, in_a_child
 
 _FETCHED = "ACCRUE_MODEL_FETCHED"
 """Set once the files are fetched: from then on, nothing is downloaded."""
@@ -27,7 +28,8 @@ _OTHER = ["*/*.json", "*/*.safetensors", "consolidated*"]
 
 
 def fetch_in_child(fetch: Callable[[], int]) -> int:
-    """Fetches in a child process; from then on, this process and its children use only local files.
+    """Fetches in a child process; from then on, this process and its children use only local files. If a
+    signal other than an interruption ends the child, it ends this process, too.
 
     Returns:
         0, or the exit status of the failed attempt.
@@ -37,7 +39,10 @@ def fetch_in_child(fetch: Callable[[], int]) -> int:
     token = os.environ.pop(TOKEN_VARIABLE, None)
     if token is not None:
         os.close(int(token))
-    return status if status >= 0 else INTERRUPTED
+    if status in (-signal.SIGTERM, -signal.SIGINT):
+        return INTERRUPTED
+    end_as(status)
+    return status
 
 
 def fetch(model: ModelReference, path: str) -> Path:

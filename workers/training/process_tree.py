@@ -74,12 +74,20 @@ def run_sandboxed(work: Callable[[bool], int], *, isolated: bool, lifeline: Life
     status = _wait_for(init)
     if not own:
         _end_orphans()
-    ended_by = -status if status < 0 else status - _SIGNALLED
-    if ended_by in _FATAL_SIGNALS:
-        with contextlib.suppress(OSError):  # SIGKILL has no handler
-            signal.signal(ended_by, signal.SIG_DFL)
-        os.kill(os.getpid(), ended_by)
+    end_as(status if status < 0 else _SIGNALLED - status)
     return status
+
+
+def end_as(status: int) -> None:
+    """Ends this process by the signal that ended another one; does nothing if that ended in another way.
+
+    Args:
+        status: the other process's exit status, negative after a signal.
+    """
+    if -status in _FATAL_SIGNALS:
+        with contextlib.suppress(OSError):  # SIGKILL has no handler
+            signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
 
 
 def in_a_child(work: Work) -> int:
@@ -236,7 +244,11 @@ def _own_namespaces() -> bool:
     A child tries this first: some systems allow the first step but forbid the others, and no step can be
     undone.
     """
-    if sys.platform != "linux" or in_a_child(_try_namespaces) != 0:
+    if sys.platform != "linux":
+        return False
+    status = in_a_child(_try_namespaces)
+    end_as(status)  # rather than go on without isolation
+    if status != 0:
         return False
     _enter_namespaces()
     return True
