@@ -5,8 +5,8 @@ hub's cache.
 import os
 import re
 import signal
+import socket
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ import huggingface_hub.utils._http as hub_http
 import pytest
 
 from app.contract.model_reference import HUB_NAME
-from tests.harness.dripping import slow_server
 from tests.harness.hub import COMMIT, Hub, running_hub
 from tests.harness.runs import create_run, small_data, until
 from tests.harness.specs import make_spec
@@ -86,12 +85,13 @@ def test_a_model_of_the_hub_is_downloaded_with_the_token_and_trained_without(
 
 def test_a_stop_during_a_download_ends_it(tmp_path: Path) -> None:
     run = laid(tmp_path / "data")
-    with slow_server() as url:
-        trainer = started(run, url, tmp_path / "hub")
-        time.sleep(3.0)  # it downloads by then, or loads what it needs for that
-        assert trainer.poll() is None
-        trainer.send_signal(signal.SIGTERM)
-        _, errors = trainer.communicate(timeout=10)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        silent.settimeout(60)
+        trainer = started(run, f"http://127.0.0.1:{silent.getsockname()[1]}", tmp_path / "hub")
+        connection, _ = silent.accept()
+        with connection:
+            trainer.send_signal(signal.SIGTERM)
+            _, errors = trainer.communicate(timeout=30)
     assert trainer.returncode == INTERRUPTED, errors
     assert run.failure() is None
 
@@ -99,12 +99,12 @@ def test_a_stop_during_a_download_ends_it(tmp_path: Path) -> None:
 def test_a_download_that_is_killed_is_a_crash(tmp_path: Path) -> None:
     """It is not an interruption, after which the job would be tried again without limit."""
     run = laid(tmp_path / "data")
-    with slow_server() as url:
-        trainer = started(run, url, tmp_path / "hub")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        trainer = started(run, f"http://127.0.0.1:{silent.getsockname()[1]}", tmp_path / "hub")
         children = Path(f"/proc/{trainer.pid}/task/{trainer.pid}/children")
         until(lambda: children.read_text() != "", 30)
         os.kill(int(children.read_text().split()[0]), signal.SIGKILL)
-        _, errors = trainer.communicate(timeout=10)
+        _, errors = trainer.communicate(timeout=30)
     assert trainer.returncode == -signal.SIGKILL, errors
 
 

@@ -320,11 +320,7 @@ class _Server:
     def _start(
         self, request: dict[str, Any], connection: socket.socket, output: int, others: list[int]
     ) -> None:
-        """Starts a trainer, or reports that it has failed.
-
-        Raises:
-            OSError: it cannot be started.
-        """
+        """Starts a trainer, or reports that it cannot be started."""
         if select.select([connection], [], [], 0)[0]:  # the worker has cancelled the request
             connection.close()
             return
@@ -339,10 +335,11 @@ class _Server:
             if pid:
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
+            os.write(output, traceback.format_exc().encode())
             with connection:
                 _send(connection, status=1)
-            raise
-        _send(connection, pid=pid)
+        else:
+            _send(connection, pid=pid)
 
     def _become(
         self, request: dict[str, Any], connection: socket.socket, output: int, others: list[int]
