@@ -94,9 +94,7 @@ class ForkedTrainer:
                 break
             except ConnectionResetError:
                 message = b""
-            if (
-                not message
-            ):  # the server has ended, and the trainer with it; or it was killed before its start
+            if not message:  # the server has ended, and the trainer with it; or it was never started
                 if self._process is None or _has_ended(self._process):
                     self._end(-signal.SIGKILL)
                 break
@@ -310,8 +308,8 @@ class _Server:
         connection, output, *others = descriptors
         try:
             self._start(json.loads(message), socket.socket(fileno=connection), output, others)
-        except Exception:
-            os.write(output, traceback.format_exc().encode())
+        except Exception:  # one request must not end the trainers of others
+            _print_error(output)
         finally:
             for descriptor in (output, *others):
                 os.close(descriptor)
@@ -335,7 +333,7 @@ class _Server:
             if pid:
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
-            os.write(output, traceback.format_exc().encode())
+            _print_error(output)
             with connection:
                 _send(connection, status=1)
         else:
@@ -367,6 +365,12 @@ class _Server:
             traceback.print_exc()
         finally:
             os._exit(1)
+
+
+def _print_error(output: int) -> None:
+    """Prints the error that is being handled to a trainer's log, unless the disk is full."""
+    with contextlib.suppress(OSError):
+        os.write(output, traceback.format_exc().encode())
 
 
 def _send(connection: socket.socket, **content: int) -> None:
@@ -407,10 +411,8 @@ def _show_command(words: list[str]) -> None:
 
 if __name__ == "__main__":
     die_with_parent()
-    for (
-        number
-    ) in STOP_SIGNALS:  # those to all processes of a service are for the trainers, too: it outlives them
-        signal.signal(number, signal.SIG_IGN)
+    for stop in STOP_SIGNALS:  # which all processes of a service get: this one must outlive its trainers
+        signal.signal(stop, signal.SIG_IGN)
     try:
         preload()
     except Exception:

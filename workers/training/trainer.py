@@ -1,9 +1,4 @@
-"""One attempt at one job, in this process.
-
-Exit status: 0 with outcome.json; 75 if interrupted by a signal; 73 if another trainer still holds the
-directory; 74 if the disk is full; 76 or 77 for one of several ranks that cannot go on (run_directory.py); 1
-otherwise, with failure.json if the trainer could say why.
-"""
+"""One attempt at one job, in this process (`__main__.py` lists the exit statuses)."""
 
 import contextlib
 import errno
@@ -42,7 +37,7 @@ from workers.training.fetching import fetch, fetch_in_child, first_lines, is_tra
 from workers.training.filesystem_view import drop_capabilities, isolate
 from workers.training.lifeline import die_with_parent, end_with_supervisor, inherited
 from workers.training.limits import limit
-from workers.training.module_loading import fewer_collections
+from workers.training.preloading import preload
 from workers.training.process_tree import run_sandboxed
 
 log = logging.getLogger("accrue.trainer")
@@ -160,7 +155,8 @@ def _as_part(run: RunDirectory, interrupted: InterruptSignal, part: str) -> int:
 
 
 def _sandbox_again() -> None:
-    """Drops the capabilities and sets the parent-death signal again: starting a program resets both."""
+    """Drops the capabilities and sets the parent-death signal again: a program that is started may have the
+    first, and no new process has the second."""
     if os.environ.get(HIDDEN_VARIABLE):
         drop_capabilities()
     die_with_parent()
@@ -196,11 +192,9 @@ def attempt(run: RunDirectory, interrupted: InterruptSignal, rank: int = 0, size
     """Runs one attempt, or one rank of it, and writes its result to the run directory."""
 
     def train_here(reporter: Reporter, run: RunDirectory, interrupted: InterruptSignal) -> None:
-        with fewer_collections():
-            from transformers import PreTrainedModel  # noqa: F401  # what the module of every model loads
-
-            from workers.training.distributed.group import connect
-            from workers.training.fit import fit
+        preload()
+        from workers.training.distributed.group import connect
+        from workers.training.fit import fit
 
         assignment = run.assignment()
         with connect(assignment.plan, rank, size) as group:
