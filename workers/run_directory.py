@@ -113,6 +113,10 @@ GPU_NAMES_VARIABLE = "ACCRUE_GPU_NAMES"
 HIDDEN_VARIABLE = "ACCRUE_HIDDEN_FOLDER"
 """A folder that is hidden from the trainer, and the files in it that the trainer needs (JSON)."""
 
+SETTINGS_FILE_VARIABLE = "ACCRUE_SETTINGS_FILE"
+"""The file from which the worker reads settings that are not in its environment (`.env`), as an absolute
+path."""
+
 
 TOKEN_VARIABLE = "ACCRUE_HUB_TOKEN_FD"
 """A pipe from which the trainer reads the hub's token once, so that no environment contains the token."""

@@ -24,6 +24,7 @@ from workers.run_directory import (
     GPU_NAMES_VARIABLE,
     HIDDEN_VARIABLE,
     LIFELINE_VARIABLE,
+    SETTINGS_FILE_VARIABLE,
     SILENCE_VARIABLE,
     TOKEN_VARIABLE,
     RunDirectory,
@@ -281,6 +282,7 @@ def device_environment(devices: Sequence[Device]) -> dict[str, str]:
         ),
         GPU_NAMES_VARIABLE: ",".join(f"{device.id}={device.uuid}" for device in devices if device.uuid),
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # nvidia-smi's order, by which GPUs are numbered
+        SETTINGS_FILE_VARIABLE: str(Path(".env").absolute()),
         "TOKENIZERS_PARALLELISM": "true",
         "HF_HUB_DISABLE_TELEMETRY": "1",
         "PYTHONUNBUFFERED": "1",

@@ -79,8 +79,28 @@ async def upload(
     name = (file.filename or "upload.jsonl")[-200:]
     if not is_storable(name):
         raise Unprocessable("The file's name has a NUL character or a lone surrogate.", field="file")
-    how = ReadOptions(_columns(columns, await request.form()), sample_by)
+    form = await request.form()
+    _check_fields(form)
+    how = ReadOptions(_columns(columns, form), sample_by)
     return await slowly(lambda: _stored(database, settings, idempotency, file.file, name, purpose, how))
+
+
+_FIELDS = ("file", "purpose", "columns", "sample_by")
+
+
+def _check_fields(form: FormData) -> None:
+    """Rejects fields that an upload does not have, which would be ignored otherwise.
+
+    Raises:
+        Unprocessable: there is one.
+    """
+    for name in form:
+        if name not in _FIELDS and not name.lower().startswith("column"):
+            expiry = " Files have no expiry dates here." if name.startswith("expires_after") else ""
+            raise Unprocessable(
+                f"Unknown field {name[:100]!r}; an upload has {', '.join(_FIELDS)}.{expiry}",
+                field=name[:100] if is_storable(name) else "file",
+            )
 
 
 _COLUMNS: TypeAdapter[Columns] = TypeAdapter(Columns)

@@ -31,6 +31,7 @@ from app.storage.tables import Export
 from app.web.database_sessions import SessionRoute
 from app.web.dependencies import (
     CurrentDatabase,
+    CurrentIdempotentRequest,
     CurrentSettings,
     Fetching,
     JobId,
@@ -61,11 +62,12 @@ async def create(
     settings: CurrentSettings,
     slowly: Slowly,
     training_id: JobId,
-) -> ExportResponse:
+    idempotency: CurrentIdempotentRequest,
+) -> ExportResponse | Response:
     """A worker makes the export, loads it as its users will, and compares its predictions on held-out samples
     with those of the trained model. Only an export that agrees succeeds."""
 
-    def made() -> ExportResponse:
+    def made() -> ExportResponse | Response:
         with database.reading() as session:
             job = transitions.get(session, training_id)
             if job.status != "succeeded" or not trained_models.has_model(job, settings):
@@ -73,12 +75,14 @@ async def create(
             spec, name = Spec.model_validate(job.spec), trained_models.name_of(job)
         order = _order(requested, spec, name, starting_models.find_reference(name, database, settings)[0])
         with database.writing() as session:
+            if (replayed := idempotency.replay(session)) is not None:
+                return replayed
             transitions.get(session, training_id)
-            export = requests.add(session, training_id, order)
-            return _answer(export)
+            answer = _answer(requests.add(session, training_id, order))
+            idempotency.remember(session, answer, 202)
+            return answer
 
-    found: ExportResponse = await slowly(made)
-    return found
+    return await slowly(made)
 
 
 def _order(requested: ExportRequest, spec: Spec, name: str, model: ModelReference) -> ExportOrder:

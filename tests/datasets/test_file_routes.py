@@ -107,6 +107,15 @@ def test_a_file_of_another_format_is_rejected(client: TestClient) -> None:
     assert "of format prompt_completion, not messages" in answer.json()["detail"]
 
 
+@pytest.mark.parametrize("name", ["sampleby", "expires_after[anchor]", "nonsense"])
+def test_an_unknown_field_of_an_upload_is_rejected_by_name(client: TestClient, name: str) -> None:
+    files = {"file": ("data.jsonl", b'{"text": "one"}\n')}
+    refused = client.post("/v1/files", files=files, data={"purpose": "fine-tune", name: "line"})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
+    assert "sample_by" in refused.json()["error"]["message"]
+    assert client.get("/v1/files").json()["data"] == []
+
+
 def test_a_list_holds_at_most_a_thousand_files(client: TestClient) -> None:
     """As OpenAI's client may request 10,000."""
     database: Database = client.app.state.database  # type: ignore[attr-defined]

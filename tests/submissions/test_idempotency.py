@@ -5,9 +5,13 @@ from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
+from transformers import GPT2Config
 
 from app.settings import Settings
+from app.storage.database import Database, database_now
+from app.storage.tables import Worker
 from tests.harness.requests import JOB, PATH, key_for
+from tests.harness.submissions import succeeded
 
 KEY = {"Idempotency-Key": "once"}
 FILE = {"file": ("data.jsonl", b'{"text": "one"}\n')}
@@ -38,6 +42,20 @@ def test_an_openai_job_is_made_once(client: TestClient) -> None:
     answers = [client.post("/v1/fine_tuning/jobs", json=requested, headers=KEY).json() for _ in range(2)]
     assert answers[0] == answers[1]
     assert len(client.get(PATH).json()["data"]) == 1
+
+
+def test_an_export_is_made_once(client: TestClient, database: Database, settings: Settings) -> None:
+    job_id, folder = succeeded(database, settings)
+    GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=64).save_pretrained(folder)
+    with database.writing() as session:  # an export needs a worker that is alive
+        worker = {"hostname": "h", "started_at": database_now(), "devices": [], "running": []}
+        session.add(Worker(id="worker-1", heartbeat_at=database_now(), **worker))
+    path = f"{PATH}/{job_id}/exports"
+    answers = [client.post(path, json={"format": "merged"}, headers=KEY) for _ in range(2)]
+    assert [answer.status_code for answer in answers] == [202, 202], answers[0].text
+    assert answers[0].json() == answers[1].json()
+    assert answers[1].headers["idempotency-replayed"] == "true"
+    assert len(client.get(path).json()["data"]) == 1
 
 
 def test_an_idempotency_key_is_rejected_for_a_different_request(client: TestClient) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.harness.runs import create_run
-from workers.run_directory import HIDDEN_VARIABLE, RunDirectory
+from workers.run_directory import HIDDEN_VARIABLE, SETTINGS_FILE_VARIABLE, RunDirectory
 from workers.training.filesystem_view import named_view
 
 ROOT = Path(__file__).parents[2]
@@ -239,3 +239,46 @@ def test_without_namespaces_the_trainer_still_gives_up_its_capabilities(
     monkeypatch.setenv("ACCRUE_HIDDEN_FOLDER", hidden)
     assert trainer.train(create_run(tmp_path / "run")) == 0
     assert called == ([] if expected is None else [expected])
+
+
+SECRETS = """
+import json, os, sys
+from pathlib import Path
+from workers.training.filesystem_view import restrict_view
+from workers.training.process_tree import run_sandboxed
+
+def read(path):
+    try:
+        return path.read_text()
+    except OSError:
+        return None
+
+def look(apart):
+    home = Path.home()
+    done = apart and restrict_view(Path(sys.argv[1]), {home: True})
+    paths = sorted(path for path in home.rglob("*") if path.is_file() or path.is_char_device())
+    print(json.dumps({"isolated": done, "read": {str(path.relative_to(home)): read(path) for path in paths}}),
+          flush=True)
+    return 0
+
+sys.exit(run_sandboxed(look, isolated=True))
+"""
+
+
+def test_keys_and_passwords_in_the_home_folder_are_hidden(tmp_path: Path) -> None:
+    home, hidden = tmp_path / "home", tmp_path / "data"
+    hidden.mkdir()
+    cache = ".cache/huggingface"
+    for name in (".netrc", ".ssh/id_rsa", ".aws/credentials", f"{cache}/token", f"{cache}/stored_tokens",
+                 "service/.env", "model/config.json", f"{cache}/hub/model"):  # fmt: skip
+        (home / name).parent.mkdir(parents=True, exist_ok=True)
+        (home / name).write_text(name)
+    own = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "XDG_"))}
+    env = {**own, "HOME": str(home), SETTINGS_FILE_VARIABLE: str(home / "service" / ".env")}
+    command = [sys.executable, "-c", SECRETS, str(hidden)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=ROOT)
+    found = json.loads(done.stdout)
+    if not found["isolated"]:
+        pytest.skip("this machine lets no process change its view")
+    visible = {name: text for name, text in found["read"].items() if text}
+    assert visible == {name: name for name in ("model/config.json", f"{cache}/hub/model")}, done.stderr

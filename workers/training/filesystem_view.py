@@ -1,5 +1,5 @@
-"""Hides from a trainer other jobs' files, other processes' temporary files and most devices, and makes the
-rest read-only except for its own folders.
+"""Hides from a trainer other jobs' files, other processes' temporary files, most devices and files with keys
+and passwords, and makes the rest read-only except for its own folders.
 
 A model's files and training data are untrusted, and might exploit a library that reads them to open other
 files or to run code. A trainer cannot put files that it does not see into its model, and cannot write files
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from app import PACKAGES_FOLDER
 from app.contract.assignment import Assignment
-from workers.run_directory import HIDDEN_VARIABLE
+from workers.run_directory import HIDDEN_VARIABLE, SETTINGS_FILE_VARIABLE
 
 log = logging.getLogger("accrue.trainer")
 
@@ -46,6 +46,12 @@ _DEVICES = ("null", "zero", "full", "random", "urandom", "tty", "nvidia*", "nvid
 
 _KERNEL_PARTS = ("sys", "irq", "bus", "fs", "acpi", "scsi", "sysrq-trigger")
 """Parts of /proc that configure the kernel; the others are about processes."""
+
+_SECRETS = (
+    ".ssh", ".aws", ".azure", ".config/gcloud", ".oci", ".kube", ".docker", ".gnupg", ".netrc", ".pgpass",
+    ".git-credentials", ".config/git/credentials", ".pypirc", ".npmrc", ".boto", ".s3cfg",
+)  # fmt: skip
+"""Files and folders below a user's home in which programs usually keep keys and passwords."""
 
 _CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "PYTORCH_KERNEL_CACHE_PATH", "CUDA_CACHE_PATH")
 """Variables that name the caches of compiled code, which is executed from there."""
@@ -79,13 +85,13 @@ def isolate(run: Path) -> bool:
 
 
 def restrict_view(hidden: Path, needed: Mapping[Path, bool]) -> bool:
-    """Hides a folder from this process except for what is needed in it, and makes the temporary folders
-    empty.
+    """Hides a folder from this process except for what is needed in it, makes the temporary folders empty,
+    and hides files with keys and passwords.
 
     It then drops the capabilities with which a process could undo this, or inspect other processes.
 
     Args:
-        needed: maps paths to whether they are written to. Paths elsewhere stay visible, but read-only.
+        needed: maps paths to whether they are written to. Other paths elsewhere stay visible, but read-only.
 
     Returns:
         Whether the folder is hidden now.
@@ -103,6 +109,7 @@ def restrict_view(hidden: Path, needed: Mapping[Path, bool]) -> bool:
         for name, target in (("fd", "fd"), ("stdin", "fd/0"), ("stdout", "fd/1"), ("stderr", "fd/2")):
             Path("/dev", name).symlink_to(f"/proc/self/{target}")
         os.chdir(Path.cwd())  # enter it again by name: the current folder is still the hidden one
+        _hide_secrets()
         written = {**needed, Path("/dev"): True, **dict.fromkeys(own, True)}
         with suppress(OSError):  # a kernel before 5.12, or a container that forbids it
             _make_read_only_except(
@@ -125,6 +132,27 @@ def _move_caches() -> None:
         with suppress(OSError):
             folder.mkdir(exist_ok=True)
         os.environ[name] = str(folder)
+
+
+def _secrets() -> Iterator[Path]:
+    """Files and folders with keys and passwords: the settings file, the hub's tokens, and `_SECRETS`."""
+    from huggingface_hub import constants
+
+    yield Path(os.environ.get(SETTINGS_FILE_VARIABLE) or ".env")
+    yield from (Path(constants.HF_TOKEN_PATH), Path(constants.HF_STORED_TOKENS_PATH))
+    yield from (Path.home() / name for name in _SECRETS)
+
+
+def _hide_secrets() -> None:
+    """Mounts empty folders and files over those with keys and passwords."""
+    for path in (path.resolve() for path in _secrets()):
+        try:
+            if path.is_dir():
+                _mount("tmpfs", path, "tmpfs", _READ_ONLY | _NO_SUID | _NO_DEV, b"size=4k")
+            elif path.is_file():
+                _mount("/dev/null", path, None, _BIND)
+        except OSError as error:
+            log.info("the trainer can read %s: %s", path, error.strerror)
 
 
 def _hide(folder: Path, needed: Mapping[Path, bool]) -> None:
