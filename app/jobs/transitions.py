@@ -1,5 +1,5 @@
 """A job's states, every edge between them, and the one way to change a job's row (but for its creation in
-lifecycle.py and its claim in queue.py).
+lifecycle.py, its claim in queue.py, and the note in preemption.py that room is being made for it).
 
     queued ──claim──► running ──► succeeded | failed | cancelled
       ▲ │               │
