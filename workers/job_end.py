@@ -12,7 +12,7 @@ from app.storage.database import Database
 from app.storage.session import Session
 from workers import job_measurements
 from workers.leases import Running
-from workers.run_directory import DISK_FULL, DISK_FULL_FAILURE, IN_USE, INTERRUPTED
+from workers.run_directory import DISK_FULL, DISK_FULL_FAILURE, IN_USE, INTERRUPTED, DamagedRunDirectory
 from workers.trainer_process import failure_of
 
 log = structlog.get_logger("accrue.worker")
@@ -45,6 +45,8 @@ def end_job(
     upload_failed = running.upload.failed_because if running.upload is not None else None
     if outcome is not None and upload_failed is not None:
         queue.postpone(session, fence, upload_failed, _NOT_STORED_SECONDS)
+    elif outcome is not None and (damage := _damage(running)) is not None:
+        queue.fail(session, fence, Failure(code="run_damaged", message=damage, permanent=True))
     elif outcome is not None:
         queue.succeed(session, fence, outcome.model_dump(mode="json"))
     elif running.timed_out:
@@ -70,6 +72,15 @@ def end_job(
         queue.fail(session, fence, failure)
     else:
         queue.crash(session, fence, failure or failure_of(status, running.run.trainer_log))
+
+
+def _damage(running: Running) -> str | None:
+    """What is wrong with the run directory that a trainer has left; None if it is as it should be."""
+    try:
+        running.run.check_entries()
+    except DamagedRunDirectory as damaged:
+        return str(damaged)
+    return None
 
 
 def end_attempt(database: Database, fence: Fence, failure: Failure) -> None:

@@ -113,9 +113,9 @@ GPU_NAMES_VARIABLE = "ACCRUE_GPU_NAMES"
 HIDDEN_VARIABLE = "ACCRUE_HIDDEN_FOLDER"
 """A folder that is hidden from the trainer, and the files in it that the trainer needs (JSON)."""
 
-SETTINGS_FILE_VARIABLE = "ACCRUE_SETTINGS_FILE"
-"""The file from which the worker reads settings that are not in its environment (`.env`), as an absolute
-path."""
+SECRET_FILES_VARIABLE = "ACCRUE_SECRET_FILES"
+"""The worker's own files with keys and passwords, which are hidden from trainers: absolute paths, separated
+as in PATH."""
 
 
 TOKEN_VARIABLE = "ACCRUE_HUB_TOKEN_FD"
@@ -140,7 +140,7 @@ _MAX_BYTES = {
 """The maximum size in bytes of a run's files and lines, by name."""
 
 
-_FOLDERS = (".base", "data", "checkpoints", "model")
+_FOLDERS = (".base", "data", "checkpoints", "exports", "model")
 _FILES = (
     "spec.json", "metrics.jsonl", "events.jsonl", "shares.jsonl", "tuning.jsonl", "base_model.json",
     "base_weights", "progress.json", "completions.json", "outcome.json", "failure.json",

@@ -24,7 +24,7 @@ from workers.run_directory import (
     GPU_NAMES_VARIABLE,
     HIDDEN_VARIABLE,
     LIFELINE_VARIABLE,
-    SETTINGS_FILE_VARIABLE,
+    SECRET_FILES_VARIABLE,
     SILENCE_VARIABLE,
     TOKEN_VARIABLE,
     RunDirectory,
@@ -269,6 +269,26 @@ def gpu_works(device: Device) -> bool:
     return tried.returncode == 0
 
 
+_NAMES_OF_SECRETS = ("KUBECONFIG", "PGPASSFILE", "NETRC", "AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE",
+                     "GOOGLE_APPLICATION_CREDENTIALS")  # fmt: skip
+"""Variables that name files with keys and passwords; KUBECONFIG may name several."""
+
+
+def secret_files() -> str:
+    """The value of `SECRET_FILES_VARIABLE`: the files from which this process may read keys, passwords and
+    jobs, where its environment decides which they are. These are its settings, the hub's tokens, those that
+    variables name, and an SQLite database."""
+    from huggingface_hub import constants
+
+    found = [".env", constants.HF_TOKEN_PATH, constants.HF_STORED_TOKENS_PATH]
+    for name in _NAMES_OF_SECRETS:
+        found += filter(None, os.environ.get(name, "").split(os.pathsep))
+    scheme, _, database = os.environ.get("ACCRUE_DATABASE_URL", "").partition(":///")
+    if scheme.startswith("sqlite") and database:
+        found += [f"{database}{end}" for end in ("", "-wal", "-shm")]
+    return os.pathsep.join(str(Path(path).absolute()) for path in found)
+
+
 def device_environment(devices: Sequence[Device]) -> dict[str, str]:
     """The environment of a process that uses devices."""
     passed = {name: value for name, value in os.environ.items() if is_passed_on(name)}
@@ -282,7 +302,7 @@ def device_environment(devices: Sequence[Device]) -> dict[str, str]:
         ),
         GPU_NAMES_VARIABLE: ",".join(f"{device.id}={device.uuid}" for device in devices if device.uuid),
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # nvidia-smi's order, by which GPUs are numbered
-        SETTINGS_FILE_VARIABLE: str(Path(".env").absolute()),
+        SECRET_FILES_VARIABLE: secret_files(),
         "TOKENIZERS_PARALLELISM": "true",
         "HF_HUB_DISABLE_TELEMETRY": "1",
         "PYTHONUNBUFFERED": "1",

@@ -50,6 +50,20 @@ def folder(root: Path, *parts: str) -> Iterator[int]:
         os.close(descriptor)
 
 
+def make_folders(root: Path, *parts: str) -> None:
+    """Creates a folder below `root`, and those above it that do not exist yet.
+
+    Raises:
+        NotRegular: a part of the path is a link, or not a folder.
+        OSError: a folder cannot be created.
+    """
+    for depth, part in enumerate(parts):
+        with folder(root, *parts[:depth]) as within, suppress(FileExistsError):
+            os.mkdir(part, dir_fd=within)
+    with folder(root, *parts):
+        pass
+
+
 def open_regular(root: Path, *parts: str) -> BinaryIO:
     """Opens a file below a folder for reading.
 

@@ -69,6 +69,8 @@ async def create(
 
     def made() -> ExportResponse | Response:
         with database.reading() as session:
+            if (replayed := idempotency.find_answer(session)) is not None:
+                return replayed
             job = transitions.get(session, training_id)
             if job.status != "succeeded" or not trained_models.has_model(job, settings):
                 raise Conflict(f"Job {training_id} has no model to export.")

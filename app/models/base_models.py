@@ -103,7 +103,8 @@ def path_of(model: ModelReference, settings: Settings) -> str:
     """Where a process on this machine finds a model's files: a folder, or a name on the hub.
 
     Raises:
-        ValueError: the model is local, and ACCRUE_MODELS_DIR is not set for this process.
+        ValueError: the model is local, and ACCRUE_MODELS_DIR is not set for this process; or a job's folder
+            is a link.
         Unavailable: the object storage that has a job's model cannot be used.
     """
     if model.source == "built_in":
@@ -111,7 +112,7 @@ def path_of(model: ModelReference, settings: Settings) -> str:
     if model.source == "hub":
         return split_revision(model.base_name)[0]
     if model.source == "job":
-        return str(stored_files.path_of_run(settings, str(model.job_id), "model") / "model")
+        return str(stored_files.folder_of_run(settings, str(model.job_id), "model"))
     if settings.models_dir is None:
         raise ValueError("ACCRUE_MODELS_DIR is not set for the worker")
     return str(settings.models_dir.absolute() / model.base_name)
@@ -121,10 +122,11 @@ def layer_paths(model: ModelReference, settings: Settings) -> tuple[str, ...]:
     """The folders of a model's layers.
 
     Raises:
+        ValueError: one of them is a link.
         Unavailable: the object storage that has them cannot be used.
     """
     return tuple(
-        str(stored_files.path_of_run(settings, layer.job_id, *layer.folder.split("/")) / layer.folder)
+        str(stored_files.folder_of_run(settings, layer.job_id, *layer.folder.split("/")))
         for layer in model.layers
     )
 

@@ -12,7 +12,6 @@ from app.errors import Unprocessable
 from app.models import base_models, trained_models
 from app.models.base_models import PlannableModel
 from app.results import checkpoints
-from app.results.run_files import model_dir
 from app.settings import Settings
 from app.storage import stored_files
 from app.storage.database import Database
@@ -123,7 +122,7 @@ def _reference(found: _Found, settings: Settings) -> tuple[ModelReference, Plann
     name = trained_models.name_of(job) + ("" if checkpoint is None else f":ckpt-step-{checkpoint[0]}")
     lora = spec.method.lora
     if checkpoint is None and (lora is None or lora.merge):
-        folder = model_dir(settings, job.id)
+        folder = _folder(name, settings, job.id, "model")
         base = base_models.read_folder(name, folder)
         reference = ModelReference(
             name=name,
@@ -140,7 +139,7 @@ def _reference(found: _Found, settings: Settings) -> tuple[ModelReference, Plann
         job_id=job.id,
         folder=place,
         lora=_unmerged(lora),
-        fingerprint=_fingerprint(name, stored_files.path_of_run(settings, job.id, *place.split("/")) / place),
+        fingerprint=_fingerprint(name, _folder(name, settings, job.id, place)),
     )
     continued = spec.model.continued_adapters(adapters=lora is not None)
     below = spec.model.layers[:-1] if continued is not None else spec.model.layers
@@ -163,7 +162,7 @@ def _below_layers(reference: ModelReference, settings: Settings) -> PlannableMod
     """
     if reference.source == "job":
         assert reference.job_id is not None
-        folder = model_dir(settings, reference.job_id)
+        folder = _folder(reference.name, settings, reference.job_id, "model")
         if not folder.is_dir():
             raise Unprocessable(
                 f"{reference.name} needs the model of the job {reference.job_id}, which has been deleted: "
@@ -177,6 +176,18 @@ def _below_layers(reference: ModelReference, settings: Settings) -> PlannableMod
 def _unmerged(lora: LoraSpec | None) -> LoraSpec | None:
     """The adapters of a checkpoint, which are merged only at the end of a job."""
     return None if lora is None else lora.model_copy(update={"merge": False})
+
+
+def _folder(name: str, settings: Settings, job_id: str, place: str) -> Path:
+    """A folder with a model's files that a job wrote.
+
+    Raises:
+        Unprocessable: it is a link.
+    """
+    try:
+        return stored_files.folder_of_run(settings, job_id, *place.split("/"))
+    except stored_files.LinkedFolder as error:
+        raise Unprocessable(f"The model {name} cannot be used: {error}.", field=_FIELD) from None
 
 
 def _fingerprint(name: str, folder: Path) -> str:

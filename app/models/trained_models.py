@@ -10,6 +10,7 @@ from app.errors import Conflict, NotFound
 from app.jobs import parent_jobs, transitions
 from app.results.run_files import model_dir, remove_models
 from app.settings import Settings
+from app.storage import stored_files
 from app.storage.database import Database
 from app.storage.session import Session
 from app.storage.tables import Export, Job
@@ -102,4 +103,7 @@ def _is_there(job: Job, settings: Settings) -> bool:
     only once they are stored."""
     if settings.object_storage is not None:
         return not parent_jobs.is_model_deleted(job.result)
-    return model_dir(settings, job.id).is_dir()
+    try:
+        return model_dir(settings, job.id).is_dir()
+    except stored_files.LinkedFolder:
+        return False

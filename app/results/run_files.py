@@ -31,9 +31,10 @@ def model_dir(settings: Settings, job_id: str) -> Path:
     """The folder of a job's model.
 
     Raises:
+        LinkedFolder: it is a link.
         Unavailable: the object storage that has it cannot be used.
     """
-    return stored_files.path_of_run(settings, job_id, "model") / "model"
+    return stored_files.folder_of_run(settings, job_id, "model")
 
 
 def remove_models(settings: Settings, job_id: str) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from app.contract import regular_files
 from app.contract.regular_files import read_regular
 from app.errors import Unavailable
 from app.settings import Settings
@@ -21,6 +22,10 @@ from app.storage.objects import Manifest, ObjectStorage, StoredFolder, object_st
 
 _CONTENT = "content"
 """The name of a file's content, in its folder in object storage."""
+
+
+class LinkedFolder(ValueError):
+    """A folder that a job should have made is a link."""
 
 
 def stored_run(storage: ObjectStorage, job_id: str) -> StoredFolder:
@@ -137,6 +142,23 @@ def path_of_run(settings: Settings, job_id: str, *within: str) -> Path:
     copy = settings.copies_dir / "runs" / job_id / "-".join(within)  # each part has its own lock
     _fetch(stored, copy, "/".join(within), newest)
     return copy
+
+
+def folder_of_run(settings: Settings, job_id: str, *within: str) -> Path:
+    """A folder in a job's run directory, on this machine; only the data folder's own path may have links.
+
+    Raises:
+        LinkedFolder: the folder or one above it is a link, which a trainer may have left.
+        Damaged, Unavailable: as in `path_of_run`.
+    """
+    root = path_of_run(settings, job_id, *within)
+    try:
+        with regular_files.folder(root.parent, root.name, *within):
+            return root.parent.resolve().joinpath(root.name, *within)
+    except regular_files.NotRegular:
+        raise LinkedFolder(f"the folder {'/'.join(within)} of the job {job_id} is a link") from None
+    except OSError:  # whoever reads the folder finds out
+        return root.joinpath(*within)
 
 
 def path_of_export(settings: Settings, job_id: str, export_id: str, attempt: int) -> Path:

@@ -115,15 +115,17 @@ def test_a_process_in_its_sandbox_answers(tmp_path: Path) -> None:
 
 def answered_by_process(folder: Path, device: str) -> int:
     """The tokens of an answer by an engine's own process, which had no GPU when it started."""
-    data, own = folder / "data", folder / "own"
+    data, own, adapters = folder / "data", folder / "own", folder / "adapters"
     own.mkdir()
+    adapters.mkdir()
     ensure_tiny_gpt2(data / "model")
     reference = ModelReference(name="accrue/tiny-gpt2", source="built_in", architecture=_architecture())
     engine = EngineProcess({**os.environ, "CUDA_VISIBLE_DEVICES": ""})
     try:
         engine.send(
             LoadOrder(
-                model=reference, path=str(data / "model"), folder=str(own), hidden=str(data),
+                model=reference, path=str(data / "model"), folder=str(own), adapters=str(adapters),
+                hidden=str(data),
                 environment={"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0")},
                 device=device,
             )

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.harness.runs import create_run
-from workers.run_directory import HIDDEN_VARIABLE, SETTINGS_FILE_VARIABLE, RunDirectory
+from workers.run_directory import HIDDEN_VARIABLE, SECRET_FILES_VARIABLE, RunDirectory
 from workers.training.filesystem_view import named_view
 
 ROOT = Path(__file__).parents[2]
@@ -274,7 +274,7 @@ def test_keys_and_passwords_in_the_home_folder_are_hidden(tmp_path: Path) -> Non
         (home / name).parent.mkdir(parents=True, exist_ok=True)
         (home / name).write_text(name)
     own = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "XDG_"))}
-    env = {**own, "HOME": str(home), SETTINGS_FILE_VARIABLE: str(home / "service" / ".env")}
+    env = {**own, "HOME": str(home), SECRET_FILES_VARIABLE: str(home / "service" / ".env")}
     command = [sys.executable, "-c", SECRETS, str(hidden)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=ROOT)
     found = json.loads(done.stdout)

@@ -136,3 +136,18 @@ def test_a_job_succeeds_only_once_its_files_are_stored(
     with database.writing() as session:
         end_job(session, running, 0, machine, interrupted=False)
     assert job(database, fence.job_id).status == ("queued" if failed else "succeeded")
+
+
+@pytest.mark.parametrize("place", ["model", "checkpoints", "exports"])
+def test_a_job_that_left_a_link_in_place_of_a_folder_fails(
+    start: JobStart, database: Database, machine: Settings, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    monkeypatch.setattr(job_measurements, "store_run", lambda *_: None)
+    fence, running = begun(start, database)
+    monkeypatch.setattr(RunDirectory, "outcome", lambda self: Outcome.model_construct())
+    running.run.path.mkdir(parents=True, exist_ok=True)
+    (running.run.path / place).symlink_to(machine.data_dir)
+    with database.writing() as session:
+        end_job(session, running, 0, machine, interrupted=False)
+    ended = job(database, fence.job_id)
+    assert (ended.status, ended.error["code"]) == ("failed", "run_damaged")

@@ -80,6 +80,7 @@ class KubernetesExecutor:
                     "metadata": {"labels": {_LABEL: _name(launch.handle)}},
                     "spec": {
                         "restartPolicy": "Never",
+                        "automountServiceAccountToken": False,
                         "terminationGracePeriodSeconds": int(launch.grace_seconds) + 30,
                         "containers": [self._container(launch, "trainer")],
                         "volumes": [self._volume()],

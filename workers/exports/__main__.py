@@ -6,8 +6,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import structlog
@@ -16,7 +16,7 @@ from sqlalchemy.exc import OperationalError
 
 from app import PACKAGE_PREFIX, PACKAGES_FOLDER
 from app.contract.export import FILES, ExportOrder, ExportResult
-from app.contract.regular_files import open_regular, read_regular, regular_file_names
+from app.contract.regular_files import make_folders, open_regular, read_regular, regular_file_names
 from app.errors import ReplacedDatabase, Unavailable
 from app.exports import requests
 from app.exports.requests import Claimed
@@ -103,7 +103,8 @@ def _make(
             kept = requests.finish(session, process, claimed.id, result)
     is_stored_elsewhere = settings.object_storage is not None
     if is_stored_elsewhere or not kept or result is None or result.error is not None:
-        remove_tree(folder)  # each attempt has a folder of its own: another one may go on
+        # each attempt has a folder of its own: another one may go on
+        remove_tree(settings.runs_dir, *folder.relative_to(settings.runs_dir).parts)
         with suppress(OSError):
             folder.parent.rmdir()
     if not kept and is_stored_elsewhere:
@@ -143,14 +144,15 @@ def _in_child(
         path, layer_paths, data_file = finding.result()
     except ValueError as error:
         return ExportResult(error=str(error))
-    remove_tree(folder)
-    folder.mkdir(parents=True)
+    parts = folder.relative_to(settings.runs_dir).parts
+    remove_tree(settings.runs_dir, *parts)
+    make_folders(settings.runs_dir, *parts)
     needed = order.model.architecture.parameters * _BYTES_PER_PARAMETER
     if shutil.disk_usage(folder).free < needed:
         return ExportResult(
             error=f"the disk has no space for the export, which may take {needed / 2**30:.1f} GiB: free some"
         )
-    with tempfile.TemporaryDirectory(prefix="temporary-", dir=folder) as temporary:
+    with _temporary_folder(folder) as temporary:
         task = ExportTask(
             order=order,
             path=path,
@@ -181,6 +183,16 @@ def _in_child(
             child.kill()
             child.wait()
             wait_until_gone(inner, _ENDS_WITHIN_SECONDS)
+
+
+@contextmanager
+def _temporary_folder(folder: Path) -> Iterator[str]:
+    """A temporary folder that is deleted at the end, whatever a child has left in it."""
+    temporary = tempfile.mkdtemp(prefix="temporary-", dir=folder)
+    try:
+        yield temporary
+    finally:
+        remove_tree(Path(temporary))
 
 
 def _store(claimed: Claimed, folder: Path, settings: Settings) -> None:

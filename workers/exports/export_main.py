@@ -19,7 +19,7 @@ from workers.exports.refusal import NotExported
 from workers.inference.loading import NOT_LOADED
 from workers.training.exceptions import CannotTrain
 from workers.training.fetching import fetch, fetch_in_child
-from workers.training.filesystem_view import drop_capabilities, restrict_view
+from workers.training.filesystem_view import drop_capabilities, model_folder, restrict_view, unlinked
 from workers.training.lifeline import die_with_parent
 from workers.training.limits import limit
 from workers.training.process_tree import run_sandboxed
@@ -55,8 +55,8 @@ def _export(task: ExportTask, apart: bool) -> int:
         apart: whether this process has its own mounts.
     """
     if apart and task.hidden is not None:
-        needed = {Path(task.path).resolve(): False, Path(task.data).resolve(): False}
-        needed |= {Path(path).resolve(): False for path in task.layer_paths}
+        needed = {model_folder(task.order.model, task.path): False, Path(task.data).resolve(): False}
+        needed |= {unlinked(path): False for path in task.layer_paths}
         needed |= {Path(task.folder).resolve(): True, Path(task.temporary).resolve(): True}
         restrict_view(Path(task.hidden), needed)
     else:

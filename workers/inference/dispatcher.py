@@ -301,7 +301,8 @@ class Dispatcher:
                 model=model,
                 path=path,
                 layer_paths=base_models.layer_paths(model, self._settings),
-                folder=str(folder),
+                folder=str(engine_folders.staged_in(folder)),
+                adapters=str(engine_folders.adapters_in(folder)),
                 hidden=hidden,
                 environment=device_environment(devices),
                 device=place.torch_name,
@@ -322,7 +323,8 @@ class Dispatcher:
         if adapter is not None and adapter.fingerprint not in self._alone:
             if adapter.fingerprint not in engine.adapters:
                 source = Path(base_models.layer_paths(request.order.model, self._settings)[-1])
-                engine.adapters[adapter.fingerprint] = str(engine_folders.copy_into(engine.folder, source))
+                copy = engine_folders.copy_into(engine_folders.adapters_in(engine.folder), source)
+                engine.adapters[adapter.fingerprint] = str(copy)
             path = engine.adapters[adapter.fingerprint]
         engine.requests[request.id] = request
         order = AnswerOrder(id=request.id, order=request.order, adapter_path=path, key_id=request.key_id)

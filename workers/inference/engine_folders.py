@@ -6,6 +6,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from app.contract.regular_files import create_regular, open_regular, regular_file_names
 from app.storage.disk import remove_tree
 
 _PREFIX = "accrue-inference-"
@@ -13,8 +14,22 @@ _PREFIX = "accrue-inference-"
 
 
 def make() -> Path:
-    """A new folder of this process."""
-    return Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-"))
+    """A new folder of this process, with one for staged files and one for adapters."""
+    folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-"))
+    staged_in(folder).mkdir()
+    adapters_in(folder).mkdir()
+    return folder
+
+
+def staged_in(folder: Path) -> Path:
+    """The folder to which the engine may write."""
+    return folder / "staged"
+
+
+def adapters_in(folder: Path) -> Path:
+    """The folder for adapters, which the engine only reads: this process, which is not isolated, writes
+    there."""
+    return folder / "adapters"
 
 
 def remove_abandoned() -> None:
@@ -29,9 +44,13 @@ def remove_abandoned() -> None:
 
 def copy_into(folder: Path, source: Path) -> Path:
     """Copies the files of another folder, except for links, into a new folder within `folder`, which is
-    returned. They are not linked: the engine can write to its folder."""
+    returned.
+
+    Raises:
+        OSError: a file cannot be copied.
+    """
     target = Path(tempfile.mkdtemp(prefix="adapter-", dir=folder))
-    for path in source.iterdir():
-        if path.is_file() and not path.is_symlink():
-            shutil.copy2(path, target / path.name)
+    for name in regular_file_names(source.parent, source.name):
+        with open_regular(source.parent, source.name, name) as read, create_regular(target / name) as written:
+            shutil.copyfileobj(read, written)
     return target

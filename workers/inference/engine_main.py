@@ -26,7 +26,7 @@ from workers.inference.protocol import LoadOrder, Reported
 from workers.inference.refusal import refused, unavailable
 from workers.training.exceptions import CannotTrain
 from workers.training.fetching import fetch, fetch_in_child
-from workers.training.filesystem_view import drop_capabilities, restrict_view
+from workers.training.filesystem_view import drop_capabilities, model_folder, restrict_view, unlinked
 from workers.training.lifeline import die_with_parent
 from workers.training.limits import limit
 from workers.training.process_tree import run_sandboxed
@@ -80,8 +80,9 @@ def _answer(order: LoadOrder, apart: bool) -> int:
         apart: whether this process has its own mounts.
     """
     if apart and order.hidden is not None:
-        needed = {Path(order.path).resolve(): False, Path(order.folder).resolve(): True}
-        needed |= {Path(path).resolve(): False for path in order.layer_paths}
+        needed = {model_folder(order.model, order.path): False, Path(order.folder).resolve(): True}
+        needed |= {unlinked(path): False for path in order.layer_paths}
+        needed[Path(order.adapters).resolve()] = False
         restrict_view(Path(order.hidden), needed)
     else:
         drop_capabilities()

@@ -18,6 +18,16 @@ from workers.trainer_process import WITHOUT_NETWORK, pipe_with
 _MOST_BYTES = 64 * 2**20
 """The longest line that an engine may send."""
 
+_MOST_ANSWER_BYTES = 2**28
+"""The most that an engine may send for one request; 131,072 tokens with 20 log probabilities each need
+less."""
+
+_MOST_REQUESTS = 10_000
+"""The most requests that an engine may answer at the same time."""
+
+_BYTES_AT_ONCE = 2**18
+"""How much is taken from an engine before the next one's turn, so that none can keep the others waiting."""
+
 
 class EngineProcess:
     """`python -m workers.inference.engine_main`, which imports everything before it gets a model to load."""
@@ -33,6 +43,8 @@ class EngineProcess:
         self._socket, theirs = socket.socketpair()
         self._unread = b""
         self._unsent = bytearray()
+        self._answered: dict[str, int] = {}
+        """The bytes received so far, by request."""
         self.is_open = True
         command = [sys.executable, "-m", f"{PACKAGE_PREFIX}workers.inference.engine_main"]
         token = pipe_with(os.environ.get("HF_TOKEN", ""))
@@ -78,10 +90,12 @@ class EngineProcess:
                 self.is_open = False
 
     def received(self) -> Iterator[Reported]:
-        """What the engine has sent since the last call. A process that sends something else is killed."""
-        while self.is_open:
+        """What the engine has sent since the last call, or a part of it if that is much. A process that sends
+        something else, or too much for one request, is killed."""
+        taken = 0
+        while self.is_open and taken < _BYTES_AT_ONCE:
             try:
-                received = self._socket.recv(2**20)
+                received = self._socket.recv(_BYTES_AT_ONCE)
             except BlockingIOError:
                 return
             except OSError:
@@ -89,16 +103,30 @@ class EngineProcess:
             if not received:
                 self.is_open = False
                 return
+            taken += len(received)
             *lines, self._unread = (self._unread + received).split(b"\n")
             if len(self._unread) > _MOST_BYTES:
                 self.kill()
                 return
             for line in lines:
                 try:
-                    yield Reported.model_validate_json(line)
+                    reported = Reported.model_validate_json(line)
                 except ValidationError:
                     self.kill()
                     return
+                if self._is_too_much(reported, len(line)):
+                    self.kill()
+                    return
+                yield reported
+
+    def _is_too_much(self, reported: Reported, size: int) -> bool:
+        """Counts what the engine sends for a request."""
+        if reported.id is None:
+            return False
+        total = self._answered.pop(reported.id, 0) + size
+        if reported.part is None or not reported.part.is_last:
+            self._answered[reported.id] = total
+        return total > _MOST_ANSWER_BYTES or len(self._answered) > _MOST_REQUESTS
 
     def kill(self) -> None:
         """Ends the engine, and the processes that it has started."""

@@ -12,7 +12,9 @@ class LoadOrder(Frozen):
     path: str
     layer_paths: tuple[str, ...] = ()
     folder: str
-    """A folder for staged files, and for adapters that come later."""
+    """A folder for staged files."""
+    adapters: str
+    """A folder for adapters that come later, in which the process cannot write."""
     hidden: str | None
     """The data folder, in which the process may see only the model's files; None for no isolation."""
     environment: dict[str, str]

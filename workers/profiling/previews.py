@@ -26,11 +26,12 @@ from app.storage import stored_files
 from app.storage.database import Database, is_unavailable
 from app.storage.disk import remove_tree
 from workers.children import children_of, wait_until_gone
-from workers.trainer_process import is_passed_on
+from workers.run_directory import SECRET_FILES_VARIABLE
+from workers.trainer_process import is_passed_on, secret_files
 from workers.training.base_model import load_tokenizer, prepare_files
 from workers.training.exceptions import CannotTrain
 from workers.training.fetching import fetch, fetch_in_child
-from workers.training.filesystem_view import drop_capabilities, restrict_view
+from workers.training.filesystem_view import drop_capabilities, model_folder, restrict_view
 from workers.training.lifeline import die_with_parent
 from workers.training.limits import limit_memory
 from workers.training.preview import preview
@@ -161,11 +162,15 @@ def _nothing() -> None:
 
 @contextmanager
 def _without_secrets() -> Iterator[None]:
-    """Removes secrets from the environment of processes that are started within the block."""
+    """Removes secrets from the environment of processes that are started within the block, and names the
+    files with secrets, which are hidden from them."""
+    named = secret_files()
     hidden = {name: os.environ.pop(name) for name in list(os.environ) if not is_passed_on(name)}
+    os.environ[SECRET_FILES_VARIABLE] = named
     try:
         yield
     finally:
+        del os.environ[SECRET_FILES_VARIABLE]
         os.environ.update(hidden)
 
 
@@ -198,7 +203,8 @@ def _child_main(
 
     def look(apart: bool) -> int:
         if apart:
-            restrict_view(hidden, {data: False, Path(model).resolve(): False, folder.resolve(): True})
+            base = model_folder(order.model, model)
+            restrict_view(hidden, {data: False, base: False, folder.resolve(): True})
         else:
             drop_capabilities()
         _answer(make, order, model, data, folder)

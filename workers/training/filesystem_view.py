@@ -19,7 +19,9 @@ from pathlib import Path
 
 from app import PACKAGES_FOLDER
 from app.contract.assignment import Assignment
-from workers.run_directory import HIDDEN_VARIABLE, SETTINGS_FILE_VARIABLE
+from app.contract.model_reference import ModelReference
+from app.contract.regular_files import NotRegular
+from workers.run_directory import HIDDEN_VARIABLE, SECRET_FILES_VARIABLE
 
 log = logging.getLogger("accrue.trainer")
 
@@ -49,9 +51,15 @@ _KERNEL_PARTS = ("sys", "irq", "bus", "fs", "acpi", "scsi", "sysrq-trigger")
 
 _SECRETS = (
     ".ssh", ".aws", ".azure", ".config/gcloud", ".oci", ".kube", ".docker", ".gnupg", ".netrc", ".pgpass",
-    ".git-credentials", ".config/git/credentials", ".pypirc", ".npmrc", ".boto", ".s3cfg",
+    ".git-credentials", ".config/git/credentials", ".config/gh", ".config/rclone", ".pypirc", ".npmrc",
+    ".boto", ".s3cfg", ".kaggle", ".vault-token", ".cache/huggingface/token",
+    ".cache/huggingface/stored_tokens",
+    ".bash_history", ".zsh_history", ".python_history", ".psql_history",
 )  # fmt: skip
 """Files and folders below a user's home in which programs usually keep keys and passwords."""
+
+_MOUNTED_SECRETS = ("/run/secrets", "/var/run/secrets")
+"""Where Docker and Kubernetes put secrets of a container."""
 
 _CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "PYTORCH_KERNEL_CACHE_PATH", "CUDA_CACHE_PATH")
 """Variables that name the caches of compiled code, which is executed from there."""
@@ -117,6 +125,7 @@ def restrict_view(hidden: Path, needed: Mapping[Path, bool]) -> bool:
             )
     except OSError as error:
         log.info("the trainer sees the whole data folder: %s", error.strerror)
+        _hide_secrets()
         return False
     finally:
         drop_capabilities()
@@ -135,12 +144,10 @@ def _move_caches() -> None:
 
 
 def _secrets() -> Iterator[Path]:
-    """Files and folders with keys and passwords: the settings file, the hub's tokens, and `_SECRETS`."""
-    from huggingface_hub import constants
-
-    yield Path(os.environ.get(SETTINGS_FILE_VARIABLE) or ".env")
-    yield from (Path(constants.HF_TOKEN_PATH), Path(constants.HF_STORED_TOKENS_PATH))
+    """Files and folders with keys and passwords: those that the worker names, and those that others use."""
+    yield from map(Path, filter(None, os.environ.get(SECRET_FILES_VARIABLE, "").split(os.pathsep)))
     yield from (Path.home() / name for name in _SECRETS)
+    yield from map(Path, _MOUNTED_SECRETS)
 
 
 def _hide_secrets() -> None:
@@ -217,16 +224,34 @@ def _set_attributes(path: Path, *, read_only: bool) -> None:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(path))
 
 
+def unlinked(path: str) -> Path:
+    """The path of a folder that another job wrote, as the worker found it.
+
+    Raises:
+        NotRegular: the folder, or one above it, is a link by now.
+    """
+    found = Path(path)
+    if found.resolve() != found:
+        raise NotRegular(found)
+    return found
+
+
+def model_folder(model: ModelReference, path: str) -> Path:
+    """The folder with a model's files; the name of a model on the hub leads to none.
+
+    Raises:
+        NotRegular: another job wrote it, and it is a link by now.
+    """
+    return unlinked(path) if model.source == "job" else Path(path).resolve()
+
+
 def _needed(assignment: Assignment) -> Iterator[Path]:
     for name in (assignment.data_file, assignment.validation_file):
         if name is not None:
             yield Path(name).resolve()
-    model = Path(assignment.model_path)
-    if model.is_absolute() and not (assignment.spec.model.source == "job" and model.is_symlink()):
-        yield model.resolve()  # a relative one is a name on the hub
-    for layer in map(Path, assignment.layer_paths):
-        if not layer.is_symlink():  # trainers write to the folders of runs, and may have made it
-            yield layer.resolve()
+    if Path(assignment.model_path).is_absolute():  # a relative path is a name on the hub
+        yield model_folder(assignment.spec.model, assignment.model_path)
+    yield from map(unlinked, assignment.layer_paths)
 
 
 def code_and_caches() -> Iterator[Path]:

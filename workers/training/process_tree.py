@@ -124,7 +124,8 @@ def _init(work: Work, *, own: bool) -> int:
     )  # only the outermost process keeps locks and pipes
     if own:
         flags = ctypes.c_ulong(_NO_SUID | _NO_DEV | _NO_EXEC)
-        ctypes.CDLL(None).mount(b"proc", b"/proc", b"proc", flags, None)  # a container may forbid it
+        if ctypes.CDLL(None).mount(b"proc", b"/proc", b"proc", flags, None) != 0:  # a container may forbid it
+            log.info("the trainer sees other processes: /proc cannot be mounted")
     else:
         _adopt_orphans()
         signal.signal(_END_ALL, _end_all)
