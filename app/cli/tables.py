@@ -48,11 +48,14 @@ def show_comparison(compared: dict[str, Any]) -> None:
             *(rest if wide else []),
         )
     console.print(table)
-    seen = compared["samples_seen"]
+    seen, averaged = compared["samples_seen"], compared["averaged_samples"]
     console.print(
-        f"Loss after {seen[-1]:,.0f} samples, which all jobs have seen. Noise is relative to the first job.",
+        f"Loss after {seen[-1]:,.0f} samples, which all jobs have seen: the mean of the last {averaged:,}. "
+        "Noise is relative to the first job.",
         highlight=False,
     )
+    if (why := compared["why_not_comparable"]) is not None:
+        console.print(f"Warning: {why}.", style="yellow", highlight=False)
 
 
 def show_completions(job_id: str, completions: list[dict[str, Any]], *, predicts_tokens: bool = True) -> None:

@@ -77,7 +77,8 @@ def comparison(compared: Comparison) -> bytes:
         ratio = "" if job.noise_ratio is None else f", noise x {job.noise_ratio:.2f}"
         label = f"…{job.training_id[-6:]}: batch {job.effective_batch_size}{ratio}"
         axes.plot(compared.samples_seen, compared.loss[job.training_id], label=label)
-    axes.set(xlabel="samples seen", ylabel="loss (moving average)")
+    ylabel = f"loss (mean of the last {compared.averaged_samples:,} samples)"
+    axes.set(xlabel="samples seen", ylabel=ylabel)
     axes.legend(loc="upper right")
     axes.grid(alpha=0.3)
     out = io.BytesIO()

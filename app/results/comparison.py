@@ -8,6 +8,8 @@ from sqlalchemy import case, func, or_, select
 
 from app.errors import Conflict
 from app.jobs import configurations, transitions
+from app.results.comparability import why_not_comparable
+from app.results.mean_losses import averaged_samples, summed_loss
 from app.results.schemas import ComparedJob, Comparison
 from app.statistics import performance
 from app.storage.session import Session
@@ -16,8 +18,9 @@ from app.storage.tables import Job, StepMetric
 MAX_POINTS = 500
 
 
-_ROWS_PER_POINT = 4
-"""A long job's steps are read at most this many times as densely as they are shown."""
+_ROWS_PER_POINT, _FEW_ROWS = 4, 2000
+"""A long job's steps are read at most this many times as densely as they are shown; of up to 2,000 steps, all
+are read."""
 
 _MAX_DIFFERENCE = 1e150
 """Losses further apart than this count as equal for the noise: their squared difference has no number."""
@@ -31,8 +34,15 @@ class _Run:
     noise: float
     samples: list[int]
     """Seen after each of the steps that were read: the first, the last, and evenly spread ones between."""
-    smooth: list[float]
-    """Their losses, as an exponential moving average."""
+    sums: list[float]
+    """The losses of all samples seen, added up."""
+
+    def means(self, grid: Sequence[float], samples: int) -> list[float]:
+        """The mean loss of the last samples, at each point of the grid."""
+        begins = [max(0.0, point - samples) for point in grid]
+        x, y = [0, *self.samples], [0.0, *self.sums]
+        pairs = zip(_interpolate(begins, x, y), _interpolate(grid, x, y), begins, grid, strict=True)
+        return [(until - before) / (end - begin) for before, until, begin, end in pairs]
 
 
 def compare(session: Session, ids: Sequence[str], points: int) -> Comparison:
@@ -50,7 +60,7 @@ def compare(session: Session, ids: Sequence[str], points: int) -> Comparison:
     jobs = {job.id: job for job in (_job(session, each) for each in dict.fromkeys(ids))}
     if len(jobs) < 2:
         raise Conflict("All of these ids mean the same job: name another one to compare it with.")
-    runs = [_run(session, job, points * _ROWS_PER_POINT) for job in jobs.values()]
+    runs = [_run(session, job, max(_FEW_ROWS, points * _ROWS_PER_POINT)) for job in jobs.values()]
     first, last = max(run.samples[0] for run in runs), min(run.samples[-1] for run in runs)
     if first > last:
         raise Conflict(
@@ -58,9 +68,12 @@ def compare(session: Session, ids: Sequence[str], points: int) -> Comparison:
             "step of another."
         )
     grid = [first + (last - first) * number / (points - 1) for number in range(points)]
+    averaged = averaged_samples([first, *(run.job.spec["effective_batch_size"] for run in runs)], last)
     return Comparison(
         samples_seen=grid,
-        loss={run.job.id: _interpolate(grid, run.samples, run.smooth) for run in runs},
+        loss={run.job.id: run.means(grid, averaged) for run in runs},
+        averaged_samples=averaged,
+        why_not_comparable=why_not_comparable(list(jobs.values())),
         jobs=[
             ComparedJob(
                 training_id=run.job.id,
@@ -101,7 +114,7 @@ def _run(session: Session, job: Job, most_rows: int) -> _Run:
             func.sum(StepMetric.samples).over(order_by=StepMetric.step).label("samples"),
             (StepMetric.loss - func.lag(StepMetric.loss).over(order_by=StepMetric.step)).label("change"),
             StepMetric.loss.label("loss"),
-            StepMetric.loss_ema.label("smooth"),
+            func.sum(summed_loss()).over(order_by=StepMetric.step).label("sums"),
         )
         .where(StepMetric.job_id == job.id)
         .subquery()
@@ -114,7 +127,7 @@ def _run(session: Session, job: Job, most_rows: int) -> _Run:
     number = steps.c.number
     picked = or_(number % ceil(count / most_rows) == 0, number == 1, number == count)
     rows = session.execute(
-        select(steps.c.samples, steps.c.loss, steps.c.smooth).where(picked).order_by(number)
+        select(steps.c.samples, steps.c.loss, steps.c.sums).where(picked).order_by(number)
     ).all()
     return _Run(
         job,
@@ -122,7 +135,7 @@ def _run(session: Session, job: Job, most_rows: int) -> _Run:
         final_loss=rows[-1].loss,
         noise=float(squares) / (2 * (count - 1)),
         samples=[int(row.samples) for row in rows],
-        smooth=[row.smooth for row in rows],
+        sums=[float(row.sums) for row in rows],
     )
 
 

@@ -28,7 +28,10 @@ class Comparison(ResponseModel):
     """The sample counts at which the series are compared, evenly spread over the range that all jobs
     share."""
     loss: dict[str, list[float]]
-    """The smoothed loss at each of `samples_seen`, by training id."""
+    """The mean loss of the last `averaged_samples` samples at each of `samples_seen`, by training id."""
+    averaged_samples: int
+    why_not_comparable: str | None
+    """Why the losses do not measure the same; null if they do."""
     jobs: list[ComparedJob]
 
 

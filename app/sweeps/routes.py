@@ -111,7 +111,7 @@ class _Handler(SubmissionHandler):
             raise Conflict(f"You have a sweep named {self._name} already: choose another name.")
 
     def answer(self, session: Session, jobs: list[Job]) -> SweepResponse:
-        return table.table(self._name, jobs)
+        return table.table(session, self._name, jobs)
 
     def plan(self) -> SweepPlan:
         """What the jobs would do."""

@@ -39,7 +39,7 @@ class SweepJob(ResponseModel):
     step: int
     steps_total: int | None
     loss: float | None
-    """The moving average of the training loss."""
+    """The mean training loss of the last samples, equally many for all jobs."""
     validation_loss: float | None
     """That of the saved model; null until the job has succeeded, and without validation data."""
 

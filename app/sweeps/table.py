@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from math import isfinite
 from typing import Any, Literal
 
@@ -11,6 +11,8 @@ from sqlalchemy import ColumnElement, func, literal, select
 from app.contract.text import path_to_unstorable
 from app.errors import NotFound
 from app.jobs.filters import metadata_value
+from app.results.comparability import why_not_comparable
+from app.results.mean_losses import means_of_last
 from app.storage.session import Session
 from app.storage.tables import Job
 from app.sweeps.schemas import NAME, SweepJob, SweepList, SweepResponse, SweepSummary
@@ -23,15 +25,6 @@ _MAX_READ = 1000
 _name = metadata_value(Job.client_metadata, literal(NAME_KEY))
 _values_text = metadata_value(Job.client_metadata, literal(VALUES_KEY))
 _NAME = re.compile(NAME)
-
-_NO_BEST = "their losses cannot be compared, since {} vary"
-_DECIDE_LOSS = {
-    "model_name": "models",
-    "file_id": "training files",
-    "max_length": "lengths",
-    "validation": "held-out samples",
-    "objective": "objectives",
-}
 
 
 def exists(session: Session, name: str) -> bool:
@@ -71,14 +64,14 @@ def of_name(session: Session, name: str) -> SweepResponse:
         if newest_one is None:
             raise NotFound(f"No sweep has the name {name}: GET …/sweeps lists yours.", field="name")
         jobs = session.scalars(named.where(_of_owner(newest_one.owner)).limit(_MAX_READ)).all()
-    return table(name, jobs[::-1])
+    return table(session, name, jobs[::-1])
 
 
 def _of_owner(owner: str | None) -> ColumnElement[bool]:
     return Job.owner.is_not_distinct_from(owner)
 
 
-def table(name: str, jobs: Sequence[Job]) -> SweepResponse:
+def table(session: Session, name: str, jobs: Sequence[Job]) -> SweepResponse:
     """The table of a sweep's jobs.
 
     Args:
@@ -87,7 +80,8 @@ def table(name: str, jobs: Sequence[Job]) -> SweepResponse:
     """
     by_values = {job.client_metadata[VALUES_KEY]: job for job in jobs}
     counted = list(by_values.values())
-    rows = [_row(job) for job in counted]
+    losses = means_of_last(session, counted)
+    rows = [_row(job, losses.get(job.id)) for job in counted]
     best, decided_by, why_no_best = _best(rows, counted)
     return SweepResponse(
         name=name,
@@ -100,7 +94,7 @@ def table(name: str, jobs: Sequence[Job]) -> SweepResponse:
     )
 
 
-def _row(job: Job) -> SweepJob:
+def _row(job: Job, loss: float | None) -> SweepJob:
     progress, result = job.progress or {}, job.result or {}
     return SweepJob(
         training_id=job.id,
@@ -108,7 +102,7 @@ def _row(job: Job) -> SweepJob:
         values=_values(job),
         step=progress.get("step") or 0,
         steps_total=progress.get("steps_total") or job.plan.get("steps_total"),
-        loss=progress.get("loss_ema"),
+        loss=progress.get("loss_ema") if loss is None else loss,
         validation_loss=result.get("eval_loss"),
     )
 
@@ -128,25 +122,10 @@ def _best(
 ) -> tuple[str | None, Literal["validation_loss", "loss"] | None, str | None]:
     """The succeeded job with the lowest validation loss; or, if no job has validation data, the lowest
     training loss. None if the losses of the jobs cannot be compared, with the reason."""
-    differing = [what for field, what in _DECIDE_LOSS.items() if len(_distinct(jobs, field)) > 1]
-    if differing:
-        return None, None, _NO_BEST.format(" and ".join(differing))
+    if (why := why_not_comparable(jobs)) is not None:
+        return None, None, why
     has_validation = jobs[0].spec["data"]["validation"] is not None
     by: Literal["validation_loss", "loss"] = "validation_loss" if has_validation else "loss"
     found = {row.training_id: getattr(row, by) for row in rows if row.status == "succeeded"}
     known = {job: loss for job, loss in found.items() if loss is not None and isfinite(loss)}
     return (min(known, key=lambda job: known[job]), by, None) if known else (None, None, None)
-
-
-def _distinct(jobs: Iterable[Job], field: str) -> set[str]:
-    """The different values of what a job's losses depend on, besides its training."""
-    found = set()
-    for job in jobs:
-        spec, data = job.spec, job.spec["data"]
-        own: Any = spec["model"]["name"] if field == "model_name" else data.get(field)
-        if field == "objective":
-            own = (spec.get("objective") or {}).get("name")
-        if field == "validation" and own is not None and own["share"] is not None:
-            own = [own, spec["seed"]]  # the seed draws the samples that are held out
-        found.add(json.dumps(own, sort_keys=True))
-    return found

@@ -8,7 +8,7 @@ from app.errors import Conflict
 from app.results.charts import comparison
 from app.results.comparison import compare
 from app.storage.database import Database
-from app.storage.tables import StepMetric
+from app.storage.tables import Job, StepMetric
 from tests.harness.log_lines import line
 from tests.harness.submissions import submitted
 
@@ -43,9 +43,45 @@ def test_losses_are_compared_at_the_same_samples(database: Database) -> None:
     with database.reading() as session:
         compared = compare(session, [coarse, fine], 4)
     assert compared.samples_seen == [32, 48, 64, 80]
+    assert compared.averaged_samples == 32  # one window of the coarser job
     assert compared.loss[coarse] == [1.0, 2.0, 3.0, 4.0]
-    assert compared.loss[fine] == [3.0, 5.0, 7.0, 9.0]
+    assert compared.loss[fine] == [1.5, 3.5, 5.5, 7.5]  # of four windows, up to the same samples
     assert comparison(compared).startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("points", [2, 7, 40])
+def test_the_batch_size_does_not_change_the_loss_of_the_same_samples(database: Database, points: int) -> None:
+    """Twelve windows of a large batch, and the same samples in small batches, whose losses fall quickly."""
+    small = [9.0 * 0.98**n for n in range(192)]
+    large = [sum(small[16 * n : 16 * n + 16]) / 16 for n in range(12)]
+    ids = [with_losses(database, small, samples=4), with_losses(database, large, samples=64)]
+    with database.reading() as session:
+        compared = compare(session, ids, points)
+    first, second = (compared.loss[job_id] for job_id in ids)
+    assert compared.samples_seen[-1] == 768
+    assert compared.averaged_samples == 192
+    assert first[-1] == pytest.approx(sum(small[-48:]) / 48)
+    assert second[-1] == pytest.approx(first[-1])
+    assert second[0] == pytest.approx(first[0])
+
+
+def test_a_loss_without_bounds_leaves_the_others_as_they_are(database: Database) -> None:
+    ids = [with_losses(database, [1.0, huge, *[2.0] * 40], samples=8) for huge in (1e30, 3.0)]
+    with database.reading() as session:
+        compared = compare(session, ids, 5)
+    assert compared.loss[ids[0]][-1] == pytest.approx(2.0, rel=1e-9)
+    assert compared.loss[ids[1]][-1] == pytest.approx(2.0)
+
+
+def test_losses_that_measure_different_things_are_marked(database: Database) -> None:
+    one, same = (with_losses(database, [3.0, 2.0], samples=8) for _ in range(2))
+    other = with_losses(database, [3.0, 2.0], samples=8)
+    with database.writing() as session:
+        job = session.get_one(Job, other)
+        job.spec = {**job.spec, "objective": {"name": "dpo"}}
+    with database.reading() as session:
+        assert compare(session, [one, same], 5).why_not_comparable is None
+        assert "objectives vary" in str(compare(session, [one, other], 5).why_not_comparable)
 
 
 def test_jobs_that_cannot_be_compared_are_rejected(database: Database) -> None:

@@ -9,7 +9,8 @@ from fastapi.testclient import TestClient
 from app.models import starting_models
 from app.settings import Settings
 from app.storage.database import Database
-from app.storage.tables import Job
+from app.storage.tables import Job, StepMetric
+from tests.harness.log_lines import line
 from tests.harness.requests import key_for, service
 
 SWEEPS, JOBS = "/gradient-accumulation/sweeps", "/gradient-accumulation/training"
@@ -89,6 +90,30 @@ def test_without_validation_data_the_training_loss_decides(
     sweep = client.get(f"{SWEEPS}/rates").json()
     database.close()
     assert (sweep["best"], sweep["decided_by"]) == (ids[4], "loss")
+
+
+def test_the_training_loss_that_decides_is_of_equally_many_samples(
+    client: TestClient, body: dict[str, Any], settings: Settings
+) -> None:
+    """A moving average over few steps of a large batch still has the first steps in it."""
+    data = {**body["dataset_config"], "validation_split": None}
+    ids = [job["training_id"] for job in create(client, body, dataset_config=data)["jobs"]][:2]
+    losses = {ids[0]: [5.0 - n / 20 for n in range(80)], ids[1]: [4.8 - n / 10 for n in range(40)]}
+    database = Database(settings.resolved_database_url)
+    for job_id, samples in zip(ids, (8, 16), strict=True):
+        end(database, job_id, {ids[0]: 1.0, ids[1]: 2.0}[job_id], None)
+        with database.writing() as session:
+            for step, loss in enumerate(losses[job_id], 1):
+                values = line(step, loss=loss).model_dump() | {"samples": samples}
+                session.add(StepMetric(job_id=job_id, **values))
+    sweep = client.get(f"{SWEEPS}/rates").json()
+    database.close()
+    shown = [job["loss"] for job in sweep["jobs"][:2]]
+    assert shown == [
+        pytest.approx(sum(losses[ids[0]][-20:]) / 20),
+        pytest.approx(sum(losses[ids[1]][-10:]) / 10),
+    ]
+    assert (sweep["best"], sweep["decided_by"]) == (ids[1], "loss")
 
 
 @pytest.mark.parametrize(

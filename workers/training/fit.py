@@ -296,7 +296,7 @@ def _record_step(training: TrainingRun, window: Indices, trained: TrainedWindow)
     state.progress.step += 1
     state.progress.skipped_in_a_row = 0
     state.progress.trained_tokens += int(loader.samples.targets[window].sum())
-    _note_loss(state.losses, loss)
+    _note_loss(state.losses, loss, state.progress.step)
     if trained.measurement is not None:
         state.noise = [*state.noise[1 - noise_scale.HISTORY :], trained.measurement.packed()]
     _record_work(training, trained)
@@ -343,8 +343,11 @@ def _record_work(training: TrainingRun, trained: TrainedWindow) -> None:
     training.reporter.event("rank_shares", message, step=state.step, shares=shares)
 
 
-def _note_loss(losses: Losses, loss: float) -> None:
+def _note_loss(losses: Losses, loss: float, step: int) -> None:
+    """Records a step's loss; its average is the mean of all losses until the newest has the weight `EMA`, so
+    that the first loss does not linger."""
+    weight = max(EMA, 1.0 / step)
     losses.first = loss if losses.first is None else losses.first
     losses.last = loss
-    losses.average = loss if losses.average is None else (1 - EMA) * losses.average + EMA * loss
+    losses.average = loss if losses.average is None else (1 - weight) * losses.average + weight * loss
     losses.recent = [*losses.recent[1 - guards.RECENT :], loss]

@@ -29,7 +29,7 @@ export async function show(main, { chosen, signal }) {
   const trained = data.filter((job) => job.progress.step > 1);
   const ids = (chosen.get("ids") ?? "").split(",").filter(Boolean);
   const result = h("div", {});
-  const curve = chart("Loss", { x: "samples seen", y: "loss, moving average" }, help("loss"));
+  const curve = chart("Loss", { x: "samples seen", y: "loss, mean over equally many samples" }, help("loss"));
   const figure = h("section", { class: "panel", "aria-label": "Losses", hidden: true }, curve.element);
   const list = h(
     "ul",
@@ -74,7 +74,7 @@ export async function show(main, { chosen, signal }) {
     }
   }
 
-  function showComparison({ jobs, loss, samples_seen: seen }) {
+  function showComparison({ jobs, loss, samples_seen: seen, averaged_samples: averaged, why_not_comparable: why }) {
     const colourName = (place) => PALETTE[place % PALETTE.length];
     const name = (job) => `…${job.training_id.slice(-6)}: batch ${job.effective_batch_size}`;
     curve.draw(
@@ -90,7 +90,7 @@ export async function show(main, { chosen, signal }) {
     fill(
       result,
       table(
-        `Loss after ${number(Math.round(seen.at(-1)))} samples, which all of them have seen`,
+        `Loss after ${number(Math.round(seen.at(-1)))} samples, which all of them have seen: the mean of the last ${number(averaged)}`,
         COLUMNS.map((title, place) => ({ title, number: place > 0 })),
         jobs.map((job, place) => [
           h(
@@ -110,6 +110,7 @@ export async function show(main, { chosen, signal }) {
           percent(job.stats.padding_share),
         ]),
       ),
+      why && h("p", { class: "is-bad" }, `Warning: ${why}.`),
       h("p", { class: "muted" }, "Noise is the variance of the loss around its trend. ", help("noise")),
     );
   }

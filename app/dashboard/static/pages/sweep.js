@@ -27,7 +27,7 @@ export async function show(main, { id, signal }) {
   ];
   const list = liveTable("In the order of their creation", columns, "");
   const verdict = h("p", { class: "verdict", role: "status" });
-  const curve = chart("Loss", { x: "samples seen", y: "loss, moving average" }, help("loss"));
+  const curve = chart("Loss", { x: "samples seen", y: "loss, mean over equally many samples" }, help("loss"));
   const left = h("p", { class: "muted" });
   const figure = h("section", { class: "panel", "aria-label": "Losses", hidden: true }, curve.element, left);
   main.append(

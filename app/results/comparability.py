@@ -1,0 +1,35 @@
+"""Whether the losses of several jobs measure the same."""
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from app.storage.tables import Job
+
+_DECIDE_LOSS = {
+    "model_name": "models",
+    "file_id": "training files",
+    "max_length": "lengths",
+    "validation": "held-out samples",
+    "objective": "objectives",
+}
+
+
+def why_not_comparable(jobs: Sequence[Job]) -> str | None:
+    """Why losses of jobs cannot be compared; None if they can."""
+    differing = [what for field, what in _DECIDE_LOSS.items() if len(_distinct(jobs, field)) > 1]
+    return f"their losses cannot be compared, since {' and '.join(differing)} vary" if differing else None
+
+
+def _distinct(jobs: Iterable[Job], field: str) -> set[str]:
+    """The different values of what a job's losses depend on, besides its training."""
+    found = set()
+    for job in jobs:
+        spec, data = job.spec, job.spec["data"]
+        own: Any = spec["model"]["name"] if field == "model_name" else data.get(field)
+        if field == "objective":
+            own = (spec.get("objective") or {}).get("name")
+        if field == "validation" and own is not None and own["share"] is not None:
+            own = [own, spec["seed"]]  # the seed draws the samples that are held out
+        found.add(json.dumps(own, sort_keys=True))
+    return found
