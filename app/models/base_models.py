@@ -251,11 +251,12 @@ def _unknown(name: str, settings: Settings, why: str) -> Unprocessable:
     near = _near(name, [*local_names(settings), *catalogue.CATALOGUE])
     meant = f"Did you mean {near}? " if near not in (None, name) else ""
     known = catalogue.config_of(split_revision(name)[0]) is not None
+    others = len(set(catalogue.CATALOGUE).difference(local_names(settings)))
     what = f"The weights of the model {name} are not" if known else f"The model {name} is not"
     return Unprocessable(
         f"{meant}{what} {where}, {why}. Put its folder (config.json, safetensors, "
         f"tokenizer) into ACCRUE_MODELS_DIR, or choose one of: {', '.join(local_names(settings)[:20])}. For "
-        f"planning only, {len(catalogue.CATALOGUE)} more models are available: GET "
+        f"planning only, {others} more models are available: GET "
         "/gradient-accumulation/models, or accrue models.",
         field="model_name",
     )

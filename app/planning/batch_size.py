@@ -286,11 +286,11 @@ def devices_of(
     if there[0].kind == "cpu":
         warnings.append(
             "no GPU was found or declared, so this plan is for the CPU and this machine's memory: set "
-            'gpus: ["24GB"], or set ACCRUE_GPUS=24GB'
+            'gpus: ["24GB"] (accrue plan: --gpu 24GB), or set ACCRUE_GPUS=24GB'
         )
-    elif len(wanted) > len(there):
+    if len(wanted) > len(there):
         warnings.append(
             f"{len(wanted)} devices were requested, but only {len(there)} found: the others are assumed to "
-            "be like the last one"
+            "be like the last one, each with memory of its own"
         )
     return wanted, warnings

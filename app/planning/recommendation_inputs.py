@@ -56,12 +56,22 @@ class Choices:
         )
 
 
-def submission(recommended: dict[str, Recommendation], method: str, devices: int) -> dict[str, Any]:
+_WARMUP_SHARE = 0.1
+
+
+def submission(
+    recommended: dict[str, Recommendation], method: str, devices: int, steps_total: int | None
+) -> dict[str, Any]:
     """The recommended values as part of a request for a job.
 
     Args:
         devices: the number of devices that they are for.
+        steps_total: the length of the run; None: not known. Its warmup is then requested as a share of the
+            steps, which may be fewer than the recommended warmup.
     """
+    warmup = {} if steps_total is not None else {"warmup_ratio": _WARMUP_SHARE}
+    choices = ("learning_rate", *(("warmup_steps",) if steps_total is not None else ()), "optimizer",
+               "gradient_checkpointing")  # fmt: skip
     of = {name: own.value for name, own in recommended.items()}
     return {
         "target_effective_batch_size": of["effective_batch_size"],
@@ -70,11 +80,7 @@ def submission(recommended: dict[str, Recommendation], method: str, devices: int
         **({"num_gpus": devices} if devices > 1 else {}),
         "gradient_clipping": of["gradient_clipping"],
         "mixed_precision": of["precision"],
-        "training_config": {
-            name: of[name]
-            for name in ("learning_rate", "warmup_steps", "optimizer", "gradient_checkpointing")
-        }
-        | {"method": method},
+        "training_config": {name: of[name] for name in choices} | warmup | {"method": method},
     }
 
 

@@ -85,13 +85,16 @@ async def recommendations(
             requested = Choices(target, optimizer, method, dataset_size, clip_mode, kind)
             requested = requested if job is None else requested.completed_from(job)
             devices = _devices(session, settings, declared, num_gpus)
-            recommended = recommend(situation(session, architecture, requested, devices, named, job))
+            known = situation(session, architecture, requested, devices, named, job)
+            recommended = recommend(known)
             return Recommendations(
                 model_name=named,
                 model_size=model_size,
                 parameters=architecture.parameters,
                 **recommended,
-                submission=submission(recommended, requested.method or "full", len(devices)),
+                submission=submission(
+                    recommended, requested.method or "full", len(devices), known.steps_total
+                ),
                 advice=advice_for(session, job) if job is not None else [],
             )
 

@@ -57,7 +57,9 @@ def speed(session: Session, spec: Spec, device: Device) -> Speed | None:
     for is_same, each in ((True, finished.where(Job.file_id == spec.data.file_id)), (False, finished)):
         for job in session.execute(each.order_by(Job.id.desc()).limit(_MAX_JOBS_SEARCHED)):
             if _is_comparable(job.spec, job.plan, wanted, spec, device):
-                return _speed_of(session, job.id, is_same_file=is_same)
+                measured = _speed_of(session, job.id, is_same_file=is_same)
+                if measured is not None:
+                    return measured
     return None
 
 
@@ -86,19 +88,23 @@ def _is_comparable(
 _MAX_STEPS = 1000
 """The newest steps of a job from which its speed is computed: submissions wait for it."""
 
+_MIN_STEPS = 10
+"""A job with fewer steps after its first one, which takes longer, has measured no speed."""
+
 
 def _speed_of(session: Session, job_id: str, *, is_same_file: bool) -> Speed | None:
+    """What a job measured; None if it made too few steps."""
     seconds_of_step = _SECONDS.label("seconds")
     newest = (
         select(StepMetric.samples, StepMetric.input_tokens, seconds_of_step)
-        .where(StepMetric.job_id == job_id)
+        .where(StepMetric.job_id == job_id, StepMetric.step > 1)
         .order_by(StepMetric.step.desc())
         .limit(_MAX_STEPS)
         .subquery()
     )
-    sums = select(func.sum(newest.c.samples), func.sum(newest.c.input_tokens), func.sum(newest.c.seconds))
-    samples, tokens, seconds = session.execute(sums).one()
-    if not seconds or not samples:
+    columns = (newest.c.samples, newest.c.input_tokens, newest.c.seconds)
+    count, samples, tokens, seconds = session.execute(select(func.count(), *map(func.sum, columns))).one()
+    if count < _MIN_STEPS or not seconds or not samples:
         return None
     return Speed(job_id, samples / seconds, tokens / samples, is_same_file)
 

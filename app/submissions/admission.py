@@ -137,7 +137,8 @@ def check(
         recipe = recipe_of_rank(profile_key.recipe, len(plan.ranks), plan.strategy, plan.zero_stage)
         profile_key = replace(profile_key, recipe=recipe)
         inputs.request_profile(profile_key)
-    warnings = tuple(filter(None, (requested.sharing().warning, devices.warning)))
+    fewer = _fewer_steps(config, spec, plan)
+    warnings = tuple(filter(None, (requested.sharing().warning, devices.warning, fewer)))
     if warnings:
         plan = plan.model_copy(update={"warnings": (*plan.warnings, *warnings)})
     submission = Submission(
@@ -158,6 +159,18 @@ def check(
     )
     tokens = None if predicted is None else predicted.tokens
     return AdmittedRequest(submission, own_data, speed, tokens, profile_key, measuring)
+
+
+def _fewer_steps(config: AccumulationConfig, spec: Spec, plan: Plan) -> str | None:
+    """A warning if a batch has fewer samples than the accumulation steps that were requested for it."""
+    given = config.accumulation_steps
+    samples = spec.effective_batch_size
+    if given is None or len(plan.ranks) > 1 or given <= samples:
+        return None
+    return (
+        f"{given} accumulation steps were requested, but a batch has only {samples} "
+        f"sample{'s' * (samples > 1)}: there are {plan.accumulation_steps} steps"
+    )
 
 
 def _adjusted(config: AccumulationConfig, requested: TrainingRequest) -> AccumulationConfig:

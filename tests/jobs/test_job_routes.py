@@ -620,3 +620,12 @@ def test_contradictory_strategies_are_rejected_with_the_reason(
 def test_contradictory_devices_are_rejected(client: TestClient, fields: dict[str, Any]) -> None:
     answer = client.post(f"{PATH}/with-accumulation", json={**JOB, **fields})
     assert answer.status_code == 422, answer.text
+
+
+@pytest.mark.parametrize(("batch", "is_told"), [(4, True), (8, False)])
+def test_more_steps_than_a_batch_has_samples_are_mentioned(
+    client: TestClient, batch: int, is_told: bool
+) -> None:
+    requested = {**JOB, "target_effective_batch_size": batch, "accumulation_steps": 8, "dry_run": True}
+    plan = client.post(f"{PATH}/with-accumulation", json=requested).json()["plan"]
+    assert any("has only 4 samples" in warning for warning in plan["warnings"]) == is_told

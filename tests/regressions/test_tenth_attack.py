@@ -365,6 +365,8 @@ def test_a_recommendation_for_several_devices_can_be_submitted(client: TestClien
         job[name] = recommended["submission"][name]
     answer = client.post(f"{PATH}/with-accumulation", json=job)
     assert answer.status_code == 200, answer.text
+    assert config["warmup_ratio"] == 0.1  # of however many steps the job will have
+    assert [each for each in answer.json()["plan"]["warnings"] if "warmup" in each] == []
 
 
 @pytest.mark.parametrize("weight", [1e-7, 5e-324])

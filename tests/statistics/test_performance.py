@@ -39,9 +39,10 @@ def test_speed_is_taken_from_the_newest_comparable_finished_job(database: Databa
     spec = make_spec()
     with database.reading() as session:
         assert performance.speed(session, spec, CPU) is None
-    finished(database, "cpu", 2)
-    newest = finished(database, "cpu", 3)
-    finished(database, "cuda:0", 1)
+    finished(database, "cpu", 20)
+    newest = finished(database, "cpu", 11)
+    finished(database, "cpu", 10)  # its first step aside, too few to be a measurement
+    finished(database, "cuda:0", 20)
     with database.reading() as session:
         speed = performance.speed(session, spec, CPU)
         assert speed is not None

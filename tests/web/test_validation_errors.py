@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from app.jobs.openai_schemas import FineTuningRequest
 from app.jobs.request_schemas import TrainingRequest
 from app.web.validation_errors import field_problems
 
@@ -76,3 +77,11 @@ def test_errors_name_the_field_and_its_allowed_values(
 def test_several_errors_are_reported_together() -> None:
     found = told(priority="high", nothing=1, training_config={"method": 3})
     assert set(found) == {"training_config.method", "priority", "nothing"}
+
+
+def test_a_field_of_the_same_group_is_meant_first() -> None:
+    given = {"model": "gpt2", "training_file": "file-1", "hyperparameters": {"epochs": 2}}
+    with pytest.raises(ValidationError) as refused:
+        FineTuningRequest.model_validate(given)
+    [problem] = field_problems(refused.value.errors(), FineTuningRequest)
+    assert "did you mean hyperparameters.n_epochs?" in problem.message
