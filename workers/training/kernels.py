@@ -7,6 +7,7 @@ gradient stays the same.
   version is faster for all rows.
 - PyTorch's own flash attention does so too, where there is no other (varlen_attention.py).
 - Accrue's own kernel computes the cross-entropy in bf16 (fused_cross_entropy.py), where Triton is installed.
+- On a CPU, norms and rotary embeddings have backward passes of their own (lean_layers.py).
 
 Before the first step of every attempt, the gradient of two samples is computed with the kernels and without
 them. Those that change it by more than rounding, or that fail, are not used. So a package can make a job
@@ -31,7 +32,7 @@ from torch import Tensor
 from app.contract.spec import Spec
 from workers.reporter import Reporter
 from workers.run_directory import RunDirectory
-from workers.training import device_errors, varlen_attention
+from workers.training import device_errors, lean_layers, varlen_attention
 from workers.training import model as models
 from workers.training.batch_loader import Loader
 from workers.training.gradient_error import gradient_error
@@ -177,8 +178,11 @@ def installed_kernels(replica: Replica, spec: Spec, *, packed: bool, longest: in
         packed: whether rows hold several samples.
         longest: tokens of the longest sample.
     """
-    if replica.device.type != "cuda" or not may_replace_kernels(replica, spec):
+    if not may_replace_kernels(replica, spec):
         return []
+    if replica.device.type == "cpu":
+        lean = _lean(base_of(replica.model)) if replica.precision == "fp32" else None
+        return [] if lean is None else [lean]
     attention = flash_attention(replica, spec, packed=packed, longest=longest)
     liger = _liger(base_of(replica.model))
     return [each for each in (liger, attention, _fused_loss(replica)) if each is not None]
@@ -217,16 +221,21 @@ def _liger(model: Any) -> Kernels | None:
 
     def apply() -> None:
         code = vars(sys.modules[type(model).__module__])
-        own = code.get(_ROTARY)
+        own = code.get(lean_layers.ROTARY)
         monkey_patch._apply_liger_kernel_to_instance(model, **without)
-        if own is not None and code[_ROTARY] is not own:
-            code[_ROTARY] = for_few_numbers_of_rows(code[_ROTARY], own)
+        if own is not None and code[lean_layers.ROTARY] is not own:
+            code[lean_layers.ROTARY] = for_few_numbers_of_rows(code[lean_layers.ROTARY], own)
 
     return Patch(_named("liger-kernel"), model, apply)
 
 
-_ROTARY = "apply_rotary_pos_emb"
-"""The function of transformers' models that applies rotary embeddings."""
+def _lean(model: Any) -> Kernels | None:
+    norms, rotary = lean_layers.suitable_norms(model), lean_layers.suitable_rotary(model)
+    named = " and ".join([*(["norms"] if norms else ()), *(["rotary embeddings"] if rotary else ())])
+    if not named:
+        return None
+    return Patch(f"a backward pass written for {named}", model, lambda: lean_layers.use(norms, rotary))
+
 
 _NUMBERS_OF_ROWS = 12
 
