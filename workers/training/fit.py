@@ -33,6 +33,7 @@ from workers.training.distributed.group import ALONE, Group
 from workers.training.evaluation import Evaluated, evaluated
 from workers.training.exceptions import Interrupted, InterruptionRequested
 from workers.training.finish import finish, outcome
+from workers.training.kernels import switch_off
 from workers.training.loss_checks import final_failures
 from workers.training.optimizer import set_rate
 from workers.training.report import log_line, report_start, rewards_of
@@ -87,6 +88,7 @@ def fit(
                 _report_checkpoints(training, training.checkpoints.wait())
             training.checkpoints.close()
             training.loader.executor.shutdown(cancel_futures=True)
+            switch_off(training.replica.kernels)
         return finish(training)
 
 

@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from math import inf, isfinite
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -32,7 +32,7 @@ from torch import Tensor
 from app.contract.spec import Spec
 from workers.reporter import Reporter
 from workers.run_directory import RunDirectory
-from workers.training import device_errors, lean_layers, varlen_attention
+from workers.training import device_errors, varlen_attention
 from workers.training import model as models
 from workers.training.batch_loader import Loader
 from workers.training.gradient_error import gradient_error
@@ -53,6 +53,8 @@ class Kernels(Protocol):
 
     name: str
     """What messages call them: a package and its version, or kernels of Accrue's own."""
+    is_installed: bool
+    """Whether a package has to be installed for them."""
 
     def switch_on(self) -> None:
         """Uses the kernels."""
@@ -88,8 +90,10 @@ class Patch:
         apply: called once, when the kernels are switched on for the first time.
     """
 
-    def __init__(self, name: str, model: Any, apply: Callable[[], None]) -> None:
-        self.name = name
+    def __init__(
+        self, name: str, model: Any, apply: Callable[[], None], *, is_installed: bool = True
+    ) -> None:
+        self.name, self.is_installed = name, is_installed
         self._model, self._apply = model, apply
         self._changes: list[_Change] | None = None
 
@@ -127,6 +131,8 @@ class BoundaryAttention:
     """Attention that gets the places where samples of packed rows begin, such as that of the package
     flash-attn."""
 
+    is_installed = True
+
     def __init__(self, replica: Replica, implementation: str, name: str) -> None:
         self.name = name
         self._implementation = implementation
@@ -155,6 +161,8 @@ class BoundaryAttention:
 class FusedLoss:
     """Accrue's own kernel for the cross-entropy."""
 
+    is_installed = True
+
     def __init__(self, token_loss: TokenLoss, name: str) -> None:
         self.name = name
         self._loss = token_loss
@@ -178,11 +186,8 @@ def installed_kernels(replica: Replica, spec: Spec, *, packed: bool, longest: in
         packed: whether rows hold several samples.
         longest: tokens of the longest sample.
     """
-    if not may_replace_kernels(replica, spec):
+    if replica.device.type != "cuda" or not may_replace_kernels(replica, spec):
         return []
-    if replica.device.type == "cpu":
-        lean = _lean(base_of(replica.model)) if replica.precision == "fp32" else None
-        return [] if lean is None else [lean]
     attention = flash_attention(replica, spec, packed=packed, longest=longest)
     liger = _liger(base_of(replica.model))
     return [each for each in (liger, attention, _fused_loss(replica)) if each is not None]
@@ -221,21 +226,16 @@ def _liger(model: Any) -> Kernels | None:
 
     def apply() -> None:
         code = vars(sys.modules[type(model).__module__])
-        own = code.get(lean_layers.ROTARY)
+        own = code.get(ROTARY)
         monkey_patch._apply_liger_kernel_to_instance(model, **without)
-        if own is not None and code[lean_layers.ROTARY] is not own:
-            code[lean_layers.ROTARY] = for_few_numbers_of_rows(code[lean_layers.ROTARY], own)
+        if own is not None and code[ROTARY] is not own:
+            code[ROTARY] = for_few_numbers_of_rows(code[ROTARY], own)
 
     return Patch(_named("liger-kernel"), model, apply)
 
 
-def _lean(model: Any) -> Kernels | None:
-    norms, rotary = lean_layers.suitable_norms(model), lean_layers.suitable_rotary(model)
-    named = " and ".join([*(["norms"] if norms else ()), *(["rotary embeddings"] if rotary else ())])
-    if not named:
-        return None
-    return Patch(f"a backward pass written for {named}", model, lambda: lean_layers.use(norms, rotary))
-
+ROTARY = "apply_rotary_pos_emb"
+"""The function of transformers' models that applies rotary embeddings."""
 
 _NUMBERS_OF_ROWS = 12
 
@@ -353,7 +353,10 @@ def use_if_it_agrees(kernels: Kernels, replica: Replica, loader: Loader, reporte
         return
     _quietly(kernels.switch_off)
     message = f"{kernels.name} not used: {why}."
-    reporter.event("kernels", message, "warning", package=kernels.name, gradient_error=known, used=False)
+    level: Literal["info", "warning"] = (
+        "warning" if kernels.is_installed else "info"
+    )  # nobody expects Accrue's own
+    reporter.event("kernels", message, level, package=kernels.name, gradient_error=known, used=False)
 
 
 def _breaks_device(failure: Exception) -> bool:
@@ -400,6 +403,12 @@ def _change_of_gradient(kernels: Kernels, replica: Replica, loader: Loader) -> f
     finally:
         if scale:
             scale.value = before
+
+
+def switch_off(used: Sequence[Kernels]) -> None:
+    """Ends the use of kernels: some of them replace functions of whole Python modules."""
+    for each in used:
+        _quietly(each.switch_off)
 
 
 @contextmanager

@@ -5,7 +5,7 @@ operator, which reads and writes the states many times: halves of heads are grad
 for example. Here, the derivative of the whole is written out, which needs fewer operators. liger-kernel does
 the same in a single kernel each, on GPUs.
 
-`kernels.py` compares the gradient with that of the model's own layers before the first step.
+Before the first step, the gradient is compared with that of the model's own layers.
 """
 
 import sys
@@ -17,17 +17,52 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-ROTARY = "apply_rotary_pos_emb"
-"""The function of transformers' models that applies rotary embeddings."""
+from app.contract.spec import Spec
+from workers.reporter import Reporter
+from workers.training.batch_loader import Loader
+from workers.training.kernels import ROTARY, Patch, base_of, may_replace_kernels, use_if_it_agrees
+from workers.training.replica import Replica
+from workers.training.state import Fallbacks
 
 _EPSILONS = ("variance_epsilon", "eps", "epsilon")
-_SAME = {"rtol": 1e-5, "atol": 1e-6}
+_RELATIVE, _ABSOLUTE = 1e-5, 1e-6
 """How close the results in fp32 of two ways to compute a layer are."""
+
+
+def choose_lean_layers(
+    replica: Replica, loader: Loader, spec: Spec, fallbacks: Fallbacks, reporter: Reporter, *, at_start: bool
+) -> None:
+    """Replaces norms and rotary embeddings of a model in fp32 on a CPU, if that leaves the gradient as it is.
+
+    A resumed run does as before, so that it is the same to the bit.
+
+    Args:
+        at_start: whether no micro-batch of the run was trained before.
+    """
+    if replica.device.type != "cpu" or replica.precision != "fp32" or not may_replace_kernels(replica, spec):
+        return
+    if not at_start and not fallbacks.has_lean_layers:
+        return
+    model = base_of(replica.model)
+    norms, rotary = suitable_norms(model), suitable_rotary(model)
+    named = " and ".join([*(["norms"] if norms else ()), *(["rotary embeddings"] if rotary else ())])
+    if not named:
+        return
+    name = f"a backward pass written for {named}"
+    kernels = Patch(name, model, lambda: use(norms, rotary), is_installed=False)
+    if at_start:
+        use_if_it_agrees(kernels, replica, loader, reporter)
+        fallbacks.has_lean_layers = kernels in replica.kernels
+    else:
+        kernels.switch_on()
+        replica.kernels = (*replica.kernels, kernels)
 
 
 def suitable_norms(model: nn.Module) -> dict[nn.Module, float]:
     """The layers of a model that are plain RMS norms with a weight, and what each adds to the mean square."""
-    found = {layer: _epsilon_of(layer) for layer in model.modules() if type(layer).__name__.endswith("RMSNorm")}
+    found = {
+        layer: _epsilon_of(layer) for layer in model.modules() if type(layer).__name__.endswith("RMSNorm")
+    }
     return {layer: epsilon for layer, epsilon in found.items() if epsilon is not None}
 
 
@@ -49,22 +84,19 @@ def use(norms: dict[nn.Module, float], rotary: list[dict[str, Any]]) -> None:
 
 def _epsilon_of(layer: nn.Module) -> float | None:
     """What a norm adds to the mean square; None if the layer computes something else than `_Norm`."""
-    weight, epsilon = getattr(layer, "weight", None), next(
-        (getattr(layer, name) for name in _EPSILONS if hasattr(layer, name)), None
-    )
+    weight: Any = getattr(layer, "weight", None)
+    epsilon = next((getattr(layer, name) for name in _EPSILONS if hasattr(layer, name)), None)
     if not isinstance(weight, nn.Parameter) or weight.dim() != 1 or not isinstance(epsilon, float):
         return None
     if weight.dtype != torch.float32 or "forward" in vars(layer) or len(list(layer.parameters())) != 1:
         return None
-    states = torch.linspace(-1.0, 2.0, 3 * len(weight), dtype=torch.float32).view(3, -1)
+    states = torch.linspace(-1.0, 2.0, 3 * len(weight)).view(3, -1)
     with torch.no_grad():
         try:
             own = layer(states)
         except (RuntimeError, TypeError, ValueError):  # it needs more than the states
             return None
-        found = _Norm.apply(states, weight, epsilon)
-    same = isinstance(own, Tensor) and own.shape == found.shape and torch.allclose(own, found, **_SAME)
-    return epsilon if same else None
+        return epsilon if _are_close(own, _norm(states, weight, epsilon)) else None
 
 
 def _turns_halves(function: Callable[..., Any]) -> bool:
@@ -76,16 +108,22 @@ def _turns_halves(function: Callable[..., Any]) -> bool:
         own = function(query, key, cosines, sines)
     except Exception:  # it has other arguments
         return False
-    wanted = [_Rotation.apply(states, cosines.unsqueeze(1), sines.unsqueeze(1)) for states in (query, key)]
-    return len(own) == 2 and all(torch.allclose(*each, **_SAME) for each in zip(own, wanted, strict=True))
+    wanted = [_rotation(states, cosines.unsqueeze(1), sines.unsqueeze(1)) for states in (query, key)]
+    return len(own) == 2 and all(map(_are_close, own, wanted))
 
 
-def _normalised(layer: nn.Module, own: Callable[..., Tensor], epsilon: float, hidden_states: Tensor) -> Tensor:
+def _are_close(own: Any, wanted: Tensor) -> bool:
+    is_alike = isinstance(own, Tensor) and own.shape == wanted.shape and own.dtype == wanted.dtype
+    return is_alike and torch.allclose(own, wanted, _RELATIVE, _ABSOLUTE)
+
+
+def _normalised(
+    layer: nn.Module, own: Callable[..., Tensor], epsilon: float, hidden_states: Tensor
+) -> Tensor:
     weight: Any = layer.weight
     if not _is_plain(hidden_states) or weight.dtype != torch.float32:
         return own(layer, hidden_states)
-    found: Tensor = _Norm.apply(hidden_states, weight, epsilon)  # type: ignore[no-untyped-call]
-    return found
+    return _norm(hidden_states, weight, epsilon)
 
 
 def _rotated(
@@ -101,12 +139,21 @@ def _rotated(
     if not (whole and all(map(_is_plain, (q, k, cos, sin)))) or cos.requires_grad or sin.requires_grad:
         return own(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
-    query, key = (_Rotation.apply(states, cos, sin) for states in (q, k))  # type: ignore[no-untyped-call]
-    return query, key
+    return _rotation(q, cos, sin), _rotation(k, cos, sin)
 
 
 def _is_plain(states: Tensor) -> bool:
     return states.dtype == torch.float32 and states.device.type == "cpu"
+
+
+def _norm(states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    found: Tensor = _Norm.apply(states, weight, epsilon)  # type: ignore[no-untyped-call]
+    return found
+
+
+def _rotation(states: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    found: Tensor = _Rotation.apply(states, cosines, sines)  # type: ignore[no-untyped-call]
+    return found
 
 
 class _Norm(torch.autograd.Function):
@@ -122,7 +169,7 @@ class _Norm(torch.autograd.Function):
         width = states.shape[-1]
         norms = torch.linalg.vector_norm(states, dim=-1, keepdim=True)
         scale = norms.square_().div_(width).add_(epsilon).rsqrt_()
-        normalised = states * scale
+        normalised: Tensor = states * scale
         ctx.save_for_backward(normalised, scale, weight)
         return normalised * weight
 

@@ -27,6 +27,7 @@ from workers.training.distributed.shares import Shares
 from workers.training.exceptions import CannotTrain, Interrupted
 from workers.training.head_check import check_head, check_scores
 from workers.training.kernels import choose_kernels
+from workers.training.lean_layers import choose_lean_layers
 from workers.training.load_balancing_loss import LoadBalancingLoss, load_balancing_loss_of
 from workers.training.loss import TokenLoss
 from workers.training.loss_checks import (
@@ -79,6 +80,8 @@ def start(
     loader.limit_buckets(state.budgets[group.rank].tokens)
     _check_exactness(replica, loader, assignment, state.fallbacks, reporter, group)
     choose_kernels(run, replica, loader, spec, reporter, group.rank)
+    at_start = state.step == 0 and state.progress.micro_step == 0
+    choose_lean_layers(replica, loader, spec, state.fallbacks, reporter, at_start=at_start)
     longest_row = choose_layout(
         run, replica, loader, assignment, state.fallbacks, reporter, group, _most_tokens(assignment)
     )
@@ -97,7 +100,6 @@ def start(
         for each, learned in zip(plan.ranks, state.budgets, strict=False)
     ]
     most_tokens = min(each.tokens(loader.longest) for each in budgets)
-    at_start = state.step == 0 and state.progress.micro_step == 0
     _begin_objective(
         run, assignment, replica, loader, most_tokens, interrupted, reporter, group, at_start=at_start
     )

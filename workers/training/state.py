@@ -226,6 +226,9 @@ class Fallbacks:
     """Tokens of the longest packed row for which it was checked."""
     unpadded: bool | None = None
     """Whether samples are laid out without padding although that was not requested; None if not decided."""
+    has_lean_layers: bool = False
+    """Whether norms and rotary embeddings have backward passes of their own (lean_layers.py); decided before
+    the first step."""
     equivalence_error: float | None = None
     """The gradient error of the equivalence certificate, or None if it was not measured yet."""
 
