@@ -279,13 +279,16 @@ def secret_files() -> str:
     jobs, where its environment decides which they are. These are its settings, the hub's tokens, those that
     variables name, and an SQLite database."""
     from huggingface_hub import constants
+    from sqlalchemy import make_url
+
+    from app.settings import get_settings
 
     found = [".env", constants.HF_TOKEN_PATH, constants.HF_STORED_TOKENS_PATH]
     for name in _NAMES_OF_SECRETS:
         found += filter(None, os.environ.get(name, "").split(os.pathsep))
-    scheme, _, database = os.environ.get("ACCRUE_DATABASE_URL", "").partition(":///")
-    if scheme.startswith("sqlite") and database:
-        found += [f"{database}{end}" for end in ("", "-wal", "-shm")]
+    url = make_url(get_settings().resolved_database_url)
+    if url.get_backend_name() == "sqlite" and url.database:
+        found += [f"{url.database}{end}" for end in ("", "-wal", "-shm")]
     return os.pathsep.join(str(Path(path).absolute()) for path in found)
 
 

@@ -42,7 +42,7 @@ class _Run:
         begins = [max(0.0, point - samples) for point in grid]
         x, y = [0, *self.samples], [0.0, *self.sums]
         pairs = zip(_interpolate(begins, x, y), _interpolate(grid, x, y), begins, grid, strict=True)
-        return [(until - before) / (end - begin) for before, until, begin, end in pairs]
+        return [(until - before) / max(1.0, end - begin) for before, until, begin, end in pairs]
 
 
 def compare(session: Session, ids: Sequence[str], points: int) -> Comparison:

@@ -40,19 +40,23 @@ def summed_loss() -> ColumnElement[float]:
 
 
 def means_of_last(session: Session, jobs: Sequence[Job]) -> Mapping[str, float]:
-    """The mean training loss of each job's last samples, which are equally many for all of them; only of jobs
-    that have steps."""
-    ids = [job.id for job in jobs]
+    """The mean training loss of each job's last samples: as many as for the other jobs, of which those that
+    have succeeded decide the number. A job that has seen fewer samples has none."""
+    own = {job.id: job for job in jobs}
     of_each = select(StepMetric.job_id, func.sum(StepMetric.samples), func.max(StepMetric.step))
-    found = session.execute(of_each.where(StepMetric.job_id.in_(ids)).group_by(StepMetric.job_id)).all()
+    of_each = of_each.where(StepMetric.job_id.in_(list(own)), StepMetric.samples > 0)
+    found = session.execute(of_each.group_by(StepMetric.job_id)).all()
     if not found:
         return {}
-    batches = [job.spec["effective_batch_size"] for job in jobs]
-    samples = averaged_samples(batches, min(int(seen) for _, seen, _ in found))
+    ended = [row for row in found if own[row[0]].status == "succeeded"] or found
+    batches = [own[job_id].spec["effective_batch_size"] for job_id, _, _ in ended]
+    samples = averaged_samples(batches, min(int(seen) for _, seen, _ in ended))
     means = {}
-    for job_id, _, last in found:
+    for job_id, seen, last in found:
+        if seen < samples:
+            continue
         steps = select(StepMetric.samples, summed_loss().label("loss")).where(
-            StepMetric.job_id == job_id, StepMetric.step > last - samples
+            StepMetric.job_id == job_id, StepMetric.samples > 0, StepMetric.step > last - samples
         )
         means[job_id] = _mean(session.execute(steps.order_by(StepMetric.step.desc())).all(), samples)
     return means

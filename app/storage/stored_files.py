@@ -154,11 +154,12 @@ def folder_of_run(settings: Settings, job_id: str, *within: str) -> Path:
     root = path_of_run(settings, job_id, *within)
     try:
         with regular_files.folder(root.parent, root.name, *within):
-            return root.parent.resolve().joinpath(root.name, *within)
+            pass
     except regular_files.NotRegular:
         raise LinkedFolder(f"the folder {'/'.join(within)} of the job {job_id} is a link") from None
     except OSError:  # whoever reads the folder finds out
-        return root.joinpath(*within)
+        pass
+    return root.parent.resolve().joinpath(root.name, *within)
 
 
 def path_of_export(settings: Settings, job_id: str, export_id: str, attempt: int) -> Path:

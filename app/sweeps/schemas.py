@@ -39,7 +39,8 @@ class SweepJob(ResponseModel):
     step: int
     steps_total: int | None
     loss: float | None
-    """The mean training loss of the last samples, equally many for all jobs."""
+    """The mean training loss of the last samples, equally many for all jobs; of a job that has seen fewer,
+    the moving average."""
     validation_loss: float | None
     """That of the saved model; null until the job has succeeded, and without validation data."""
 

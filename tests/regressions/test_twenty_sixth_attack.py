@@ -10,17 +10,19 @@ from pathlib import Path
 
 import pytest
 
+from app.contract.inference import InferenceOrder
 from app.contract.model_reference import ModelLayer
 from app.contract.regular_files import NotRegular, make_folders
 from app.errors import Unprocessable
 from app.models import base_models, starting_models, trained_models
-from app.settings import Settings
+from app.settings import Settings, get_settings
 from app.storage.database import Database
 from app.storage.tables import Job
 from tests.harness.specs import make_spec
 from tests.harness.submissions import succeeded
 from workers.inference import engine_folders
 from workers.inference.engine_process import EngineProcess
+from workers.inference.protocol import AnswerOrder
 from workers.trainer_process import secret_files
 from workers.training.filesystem_view import unlinked
 
@@ -180,16 +182,38 @@ def test_an_engine_that_answers_too_much_is_killed(
     monkeypatch.setattr("workers.inference.engine_process._MOST_ANSWER_BYTES", 5000)
     process, connection = flooded
     line = b'{"id": "1", "part": {"deltas": []}}\n'
+    process.send(AnswerOrder(id="1", order=InferenceOrder(model=make_spec().model)))
     fill(connection, line)
     assert len(list(process.received())) <= 5000 // (len(line) - 1)
     assert process.was_killed
 
 
+def test_requests_that_are_cancelled_do_not_count_for_ever(
+    flooded: tuple[_Flooded, socket.socket],
+) -> None:
+    process, connection = flooded
+    order = InferenceOrder(model=make_spec().model)
+    for number in range(100):
+        name = str(number)
+        process.send(AnswerOrder(id=name, order=order))
+        connection.send(b'{"id": "%d", "part": {"deltas": []}}\n' % number)
+        assert len(list(process.received())) == 1
+        process.send(AnswerOrder(id=name))
+        connection.send(b'{"id": "%d", "part": {"deltas": []}}\n' % number)  # sent before it was cancelled
+        connection.recv(2**20)
+        assert len(list(process.received())) == 1
+    assert process._answered == {}
+    assert not process.was_killed
+
+
 def test_the_worker_names_the_files_with_its_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("ACCRUE_DATABASE_URL", f"sqlite:///{tmp_path}/jobs.db")
+    monkeypatch.delenv("ACCRUE_DATABASE_URL", raising=False)
+    (tmp_path / ".env").write_text(f"ACCRUE_DATABASE_URL=sqlite:///{tmp_path}/jobs.db?timeout=5\n")
+    get_settings.cache_clear()
     monkeypatch.setenv("KUBECONFIG", os.pathsep.join(["/etc/kube/a", "/etc/kube/b"]))
     named = secret_files().split(os.pathsep)
+    get_settings.cache_clear()
     expected = {str(tmp_path / ".env"), f"{tmp_path}/jobs.db", f"{tmp_path}/jobs.db-wal", "/etc/kube/a"}
     assert expected <= set(named)
     assert any(name.endswith("/token") for name in named)

@@ -116,6 +116,31 @@ def test_the_training_loss_that_decides_is_of_equally_many_samples(
     assert (sweep["best"], sweep["decided_by"]) == (ids[1], "loss")
 
 
+def test_a_failed_job_does_not_change_how_the_others_are_compared(
+    client: TestClient, body: dict[str, Any], settings: Settings
+) -> None:
+    data = {**body["dataset_config"], "validation_split": None}
+    ids = [job["training_id"] for job in create(client, body, dataset_config=data)["jobs"]][::2]
+    losses = {ids[0]: [3.0] * 99 + [1.0], ids[1]: [2.0] * 99 + [2.5], ids[2]: [9.0]}
+    database = Database(settings.resolved_database_url)
+    for job_id in ids:
+        end(database, job_id, 1.0, None)
+        with database.writing() as session:
+            for step, loss in enumerate(losses[job_id], 1):
+                values = line(step, loss=loss).model_dump() | {"samples": 8 * (step > 1 or job_id != ids[2])}
+                session.add(StepMetric(job_id=job_id, **values))
+    with database.writing() as session:
+        session.get_one(Job, ids[2]).status = "failed"
+        nothing = line(2, loss=9.0).model_dump() | {"samples": 0}  # as only a hostile trainer would write
+        session.add(StepMetric(job_id=ids[2], **nothing))
+    sweep = client.get(f"{SWEEPS}/rates").json()
+    database.close()
+    shown = {job["training_id"]: job["loss"] for job in sweep["jobs"]}
+    assert shown[ids[0]] == pytest.approx((9 * 3.0 + 1.0) / 10)  # of ten windows
+    assert shown[ids[2]] == 1.0  # the moving average
+    assert sweep["best"] == ids[1]
+
+
 @pytest.mark.parametrize(
     ("vary", "training", "field", "values"),
     [

@@ -255,7 +255,8 @@ def read(path):
 
 def look(apart):
     home = Path.home()
-    done = apart and restrict_view(Path(sys.argv[1]), {home: True})
+    needed = {home: True} | {Path(path): False for path in sys.argv[2:]}
+    done = apart and restrict_view(Path(sys.argv[1]), needed)
     paths = sorted(path for path in home.rglob("*") if path.is_file() or path.is_char_device())
     print(json.dumps({"isolated": done, "read": {str(path.relative_to(home)): read(path) for path in paths}}),
           flush=True)
@@ -281,4 +282,10 @@ def test_keys_and_passwords_in_the_home_folder_are_hidden(tmp_path: Path) -> Non
     if not found["isolated"]:
         pytest.skip("this machine lets no process change its view")
     visible = {name: text for name, text in found["read"].items() if text}
+    packages = home / "service" / "venv" / "lib.py"  # a virtual environment may be called .env
+    packages.parent.mkdir()
+    packages.write_text("code")
+    env[SECRET_FILES_VARIABLE] = str(packages.parent)
+    done = subprocess.run([*command, str(packages)], env=env, capture_output=True, text=True, cwd=ROOT)
+    assert json.loads(done.stdout)["read"]["service/venv/lib.py"] == "code"
     assert visible == {name: name for name in ("model/config.json", f"{cache}/hub/model")}, done.stderr

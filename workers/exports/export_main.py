@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from app.contract.export import ExportResult
-from app.contract.regular_files import create_regular
+from app.contract.regular_files import NotRegular, create_regular
 from workers.exports.make import make
 from workers.exports.protocol import RESULT, ExportTask
 from workers.exports.refusal import NotExported
@@ -48,21 +48,32 @@ def _fetch(task: ExportTask) -> int:
     return 0
 
 
+def _isolate(task: ExportTask, apart: bool) -> None:
+    """Hides what the export does not need.
+
+    Raises:
+        NotRegular: a folder that a job wrote is a link.
+    """
+    if not apart or task.hidden is None:
+        drop_capabilities()
+        return
+    needed = {model_folder(task.order.model, task.path): False, Path(task.data).resolve(): False}
+    needed |= {unlinked(path): False for path in task.layer_paths}
+    needed |= {Path(task.folder).resolve(): True, Path(task.temporary).resolve(): True}
+    restrict_view(Path(task.hidden), needed)
+
+
 def _export(task: ExportTask, apart: bool) -> int:
     """Makes the export.
 
     Args:
         apart: whether this process has its own mounts.
     """
-    if apart and task.hidden is not None:
-        needed = {model_folder(task.order.model, task.path): False, Path(task.data).resolve(): False}
-        needed |= {unlinked(path): False for path in task.layer_paths}
-        needed |= {Path(task.folder).resolve(): True, Path(task.temporary).resolve(): True}
-        restrict_view(Path(task.hidden), needed)
-    else:
-        drop_capabilities()
     try:
+        _isolate(task, apart)
         result = make(task)
+    except NotRegular:
+        result = ExportResult(error="a folder of the model's files is a link by now")
     except (CannotTrain, NotExported) as error:
         result = ExportResult(error=str(error)[:2000])
     except MemoryError:

@@ -20,6 +20,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401  # loading then takes less time
 from transformers.models.auto import modeling_auto  # noqa: F401
 
+from app.contract.regular_files import NotRegular
 from workers.inference.engine import Engine, unexpected
 from workers.inference.loading import NOT_LOADED, load
 from workers.inference.protocol import LoadOrder, Reported
@@ -73,19 +74,32 @@ def _fetch(order: LoadOrder) -> int:
     return 0
 
 
+def _isolate(order: LoadOrder, apart: bool) -> None:
+    """Hides what the model does not need.
+
+    Raises:
+        NotRegular: a folder that a job wrote is a link.
+    """
+    if not apart or order.hidden is None:
+        drop_capabilities()
+        return
+    needed = {model_folder(order.model, order.path): False, Path(order.folder).resolve(): True}
+    needed |= {unlinked(path): False for path in order.layer_paths}
+    needed[Path(order.adapters).resolve()] = False
+    restrict_view(Path(order.hidden), needed)
+
+
 def _answer(order: LoadOrder, apart: bool) -> int:
     """Loads the model and answers.
 
     Args:
         apart: whether this process has its own mounts.
     """
-    if apart and order.hidden is not None:
-        needed = {model_folder(order.model, order.path): False, Path(order.folder).resolve(): True}
-        needed |= {unlinked(path): False for path in order.layer_paths}
-        needed[Path(order.adapters).resolve()] = False
-        restrict_view(Path(order.hidden), needed)
-    else:
-        drop_capabilities()
+    try:
+        _isolate(order, apart)
+    except NotRegular:
+        _report(Reported(failed=refused("A folder of the model's files is a link.", field="model").error))
+        return 1
     if order.threads is not None:
         torch.set_num_threads(order.threads)
     layers = list(zip(order.model.layers, map(Path, order.layer_paths), strict=True))

@@ -22,9 +22,6 @@ _MOST_ANSWER_BYTES = 2**28
 """The most that an engine may send for one request; 131,072 tokens with 20 log probabilities each need
 less."""
 
-_MOST_REQUESTS = 10_000
-"""The most requests that an engine may answer at the same time."""
-
 _BYTES_AT_ONCE = 2**18
 """How much is taken from an engine before the next one's turn, so that none can keep the others waiting."""
 
@@ -44,7 +41,7 @@ class EngineProcess:
         self._unread = b""
         self._unsent = bytearray()
         self._answered: dict[str, int] = {}
-        """The bytes received so far, by request."""
+        """The bytes received so far for each open request."""
         self.is_open = True
         command = [sys.executable, "-m", f"{PACKAGE_PREFIX}workers.inference.engine_main"]
         token = pipe_with(os.environ.get("HF_TOKEN", ""))
@@ -77,6 +74,11 @@ class EngineProcess:
 
     def send(self, order: LoadOrder | AnswerOrder) -> None:
         """Sends an order, as far as the engine receives it now; the rest with `send_rest`."""
+        if isinstance(order, AnswerOrder):
+            if order.order is None:
+                self._answered.pop(order.id, None)
+            else:
+                self._answered[order.id] = 0
         self._unsent += order.model_dump_json().encode() + b"\n"
         self.send_rest()
 
@@ -120,13 +122,13 @@ class EngineProcess:
                 yield reported
 
     def _is_too_much(self, reported: Reported, size: int) -> bool:
-        """Counts what the engine sends for a request."""
-        if reported.id is None:
+        """Counts what the engine sends for an open request; what it sends for others is ignored."""
+        if reported.id not in self._answered:
             return False
-        total = self._answered.pop(reported.id, 0) + size
-        if reported.part is None or not reported.part.is_last:
+        total = self._answered.pop(reported.id) + size
+        if reported.part is not None and not reported.part.is_last:
             self._answered[reported.id] = total
-        return total > _MOST_ANSWER_BYTES or len(self._answered) > _MOST_REQUESTS
+        return total > _MOST_ANSWER_BYTES
 
     def kill(self) -> None:
         """Ends the engine, and the processes that it has started."""

@@ -117,7 +117,7 @@ def restrict_view(hidden: Path, needed: Mapping[Path, bool]) -> bool:
         for name, target in (("fd", "fd"), ("stdin", "fd/0"), ("stdout", "fd/1"), ("stderr", "fd/2")):
             Path("/dev", name).symlink_to(f"/proc/self/{target}")
         os.chdir(Path.cwd())  # enter it again by name: the current folder is still the hidden one
-        _hide_secrets()
+        _hide_secrets(needed)
         written = {**needed, Path("/dev"): True, **dict.fromkeys(own, True)}
         with suppress(OSError):  # a kernel before 5.12, or a container that forbids it
             _make_read_only_except(
@@ -125,7 +125,7 @@ def restrict_view(hidden: Path, needed: Mapping[Path, bool]) -> bool:
             )
     except OSError as error:
         log.info("the trainer sees the whole data folder: %s", error.strerror)
-        _hide_secrets()
+        _hide_secrets(needed)
         return False
     finally:
         drop_capabilities()
@@ -150,9 +150,13 @@ def _secrets() -> Iterator[Path]:
     yield from map(Path, _MOUNTED_SECRETS)
 
 
-def _hide_secrets() -> None:
-    """Mounts empty folders and files over those with keys and passwords."""
+def _hide_secrets(needed: Mapping[Path, bool]) -> None:
+    """Mounts empty folders and files over those with keys and passwords, unless something in them is needed:
+    `.env` may be a virtual environment."""
     for path in (path.resolve() for path in _secrets()):
+        if any(path in (each, *each.parents) for each in needed):
+            log.info("the trainer can read %s, of which it needs a part", path)
+            continue
         try:
             if path.is_dir():
                 _mount("tmpfs", path, "tmpfs", _READ_ONLY | _NO_SUID | _NO_DEV, b"size=4k")

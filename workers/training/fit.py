@@ -88,8 +88,10 @@ def fit(
                 _report_checkpoints(training, training.checkpoints.wait())
             training.checkpoints.close()
             training.loader.executor.shutdown(cancel_futures=True)
+        try:
+            return finish(training)
+        finally:
             switch_off(training.replica.kernels)
-        return finish(training)
 
 
 def measure(training: TrainingRun) -> Outcome:

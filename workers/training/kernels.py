@@ -9,10 +9,10 @@ gradient stays the same.
 - Accrue's own kernel computes the cross-entropy in bf16 (fused_cross_entropy.py), where Triton is installed.
 - On a CPU, norms and rotary embeddings have backward passes of their own (lean_layers.py).
 
-Before the first step of every attempt, the gradient of two samples is computed with the kernels and without
-them. Those that change it by more than rounding, or that fail, are not used. So a package can make a job
-faster, but neither wrong nor impossible: if the comparison kills the process, the next attempt leaves the
-kernels out.
+Before the first step of every attempt (on a CPU, of the first attempt), the gradient of two samples is
+computed with the kernels and without them. Those that change it by more than rounding, or that fail, are not
+used. So a package can make a job faster, but neither wrong nor impossible: if the comparison kills the
+process, the next attempt leaves the kernels out.
 """
 
 import importlib

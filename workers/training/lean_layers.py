@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 from app.contract.spec import Spec
 from workers.reporter import Reporter
 from workers.training.batch_loader import Loader
+from workers.training.distributed.group import Group
 from workers.training.kernels import ROTARY, Patch, base_of, may_replace_kernels, use_if_it_agrees
 from workers.training.replica import Replica
 from workers.training.state import Fallbacks
@@ -30,11 +31,18 @@ _RELATIVE, _ABSOLUTE = 1e-5, 1e-6
 
 
 def choose_lean_layers(
-    replica: Replica, loader: Loader, spec: Spec, fallbacks: Fallbacks, reporter: Reporter, *, at_start: bool
+    replica: Replica,
+    loader: Loader,
+    spec: Spec,
+    fallbacks: Fallbacks,
+    reporter: Reporter,
+    group: Group,
+    *,
+    at_start: bool,
 ) -> None:
     """Replaces norms and rotary embeddings of a model in fp32 on a CPU, if that leaves the gradient as it is.
 
-    A resumed run does as before, so that it is the same to the bit.
+    All ranks do the same. A resumed run does as before, so that it is the same to the bit.
 
     Args:
         at_start: whether no micro-batch of the run was trained before.
@@ -52,7 +60,11 @@ def choose_lean_layers(
     kernels = Patch(name, model, lambda: use(norms, rotary), is_installed=False)
     if at_start:
         use_if_it_agrees(kernels, replica, loader, reporter)
-        fallbacks.has_lean_layers = kernels in replica.kernels
+        (is_declined,) = group.any(kernels not in replica.kernels)
+        if is_declined:
+            kernels.switch_off()
+            replica.kernels = tuple(each for each in replica.kernels if each is not kernels)
+        fallbacks.has_lean_layers = not is_declined
     else:
         kernels.switch_on()
         replica.kernels = (*replica.kernels, kernels)

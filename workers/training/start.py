@@ -81,7 +81,7 @@ def start(
     _check_exactness(replica, loader, assignment, state.fallbacks, reporter, group)
     choose_kernels(run, replica, loader, spec, reporter, group.rank)
     at_start = state.step == 0 and state.progress.micro_step == 0
-    choose_lean_layers(replica, loader, spec, state.fallbacks, reporter, at_start=at_start)
+    choose_lean_layers(replica, loader, spec, state.fallbacks, reporter, group, at_start=at_start)
     longest_row = choose_layout(
         run, replica, loader, assignment, state.fallbacks, reporter, group, _most_tokens(assignment)
     )
