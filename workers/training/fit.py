@@ -33,7 +33,7 @@ from workers.training.distributed.group import ALONE, Group
 from workers.training.evaluation import Evaluated, evaluated
 from workers.training.exceptions import Interrupted, InterruptionRequested
 from workers.training.finish import finish, outcome
-from workers.training.kernels import switch_off
+from workers.training.kernels import kernels_until_the_end
 from workers.training.loss_checks import final_failures
 from workers.training.optimizer import set_rate
 from workers.training.report import log_line, report_start, rewards_of
@@ -71,27 +71,34 @@ def fit(
                 raise
             raise device_errors.start_out_of_memory_error(assignment.plan) from None
         report_start(training, prepared)
-        try:
-            with final_failures(group):
-                certificate.certify(training)
-            if assignment.spec.tune == "only":
-                return measure(training)
-            if group.leads and not training.replica.is_sharded:
-                completions.before(training)
-            train(training)
-        except InterruptionRequested:
-            save_checkpoint(training)
-            finish_checkpoints(training)
-            raise Interrupted from None
-        finally:
-            with contextlib.suppress(OSError):  # it must not replace an error that is being raised
-                _report_checkpoints(training, training.checkpoints.wait())
-            training.checkpoints.close()
-            training.loader.executor.shutdown(cancel_futures=True)
-        try:
-            return finish(training)
-        finally:
-            switch_off(training.replica.kernels)
+        with kernels_until_the_end(training.replica):
+            return _trained(training)
+
+
+def _trained(training: TrainingRun) -> Outcome:
+    """Trains, once everything is loaded.
+
+    Raises:
+        CannotTrain, Interrupted: as in `fit`.
+    """
+    try:
+        with final_failures(training.group):
+            certificate.certify(training)
+        if training.assignment.spec.tune == "only":
+            return measure(training)
+        if training.group.leads and not training.replica.is_sharded:
+            completions.before(training)
+        train(training)
+    except InterruptionRequested:
+        save_checkpoint(training)
+        finish_checkpoints(training)
+        raise Interrupted from None
+    finally:
+        with contextlib.suppress(OSError):  # it must not replace an error that is being raised
+            _report_checkpoints(training, training.checkpoints.wait())
+        training.checkpoints.close()
+        training.loader.executor.shutdown(cancel_futures=True)
+    return finish(training)
 
 
 def measure(training: TrainingRun) -> Outcome:

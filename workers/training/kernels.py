@@ -405,10 +405,14 @@ def _change_of_gradient(kernels: Kernels, replica: Replica, loader: Loader) -> f
             scale.value = before
 
 
-def switch_off(used: Sequence[Kernels]) -> None:
-    """Ends the use of kernels: some of them replace functions of whole Python modules."""
-    for each in used:
-        _quietly(each.switch_off)
+@contextmanager
+def kernels_until_the_end(replica: Replica) -> Iterator[None]:
+    """After the block, kernels are not used any more: some of them replace functions of Python modules."""
+    try:
+        yield
+    finally:
+        for each in replica.kernels:
+            _quietly(each.switch_off)
 
 
 @contextmanager

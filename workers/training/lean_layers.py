@@ -155,7 +155,8 @@ def _rotated(
 
 
 def _is_plain(states: Tensor) -> bool:
-    return states.dtype == torch.float32 and states.device.type == "cpu"
+    is_traced = torch.compiler.is_compiling()  # a compiler fuses the model's own operators itself
+    return states.dtype == torch.float32 and states.device.type == "cpu" and not is_traced
 
 
 def _norm(states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
