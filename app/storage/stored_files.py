@@ -157,7 +157,7 @@ def folder_of_run(settings: Settings, job_id: str, *within: str) -> Path:
             pass
     except regular_files.NotRegular:
         raise LinkedFolder(f"the folder {'/'.join(within)} of the job {job_id} is a link") from None
-    except OSError:  # whoever reads the folder finds out
+    except OSError:  # such as a missing folder: reading from it fails with the reason
         pass
     return root.parent.resolve().joinpath(root.name, *within)
 
