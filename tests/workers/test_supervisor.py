@@ -90,6 +90,7 @@ def test_a_trainer_does_not_outlive_its_lease_while_the_database_is_unavailable(
     turn(supervisor)
     [running] = supervisor.running
     assert job(database, job_id).status == "running"
+    until(lambda: running.trainer.pid is not None)  # it runs; before, its fork server loads libraries
 
     @contextmanager
     def away() -> Iterator[None]:
@@ -127,6 +128,7 @@ def test_an_unreadable_failure_file_counts_as_a_crash(
     job_id = endless(settings, database)
     turn(supervisor)
     [running] = supervisor.running
+    until(lambda: running.trainer.pid is not None)
     running.trainer.kill()
     until(lambda: running.trainer.status() is not None, 5)
     (running.run.path / "failure.json").write_text("{")
