@@ -51,9 +51,11 @@ class Settings(BaseSettings):
     datasets_dir: Path | None = Field(
         None, description="Training files that requests may name: a file's name is a dataset's name"
     )
-    gpus: str = Field("", description="Declared devices for planning, separated by commas: 24GB,A100-80GB")
+    gpus: str = Field(
+        "", description="GPUs to plan for instead of the detected ones, separated by commas: 24GB,A100-80GB"
+    )
     worker_labels: str = Field(
-        "", description="Labels of this machine's workers, which jobs may require: zone=a,gpu_type=H100"
+        "", description="Labels of this machine's workers, which jobs may require: zone=a,rack=3"
     )
     executor: Executor = Field(
         "local",

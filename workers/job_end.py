@@ -64,8 +64,8 @@ def end_job(
         queue.postpone(session, fence, failure.message, RETRY_SECONDS[failure.code])
     elif running.stuck:
         message = (
-            f"the trainer wrote nothing for {settings.no_progress_seconds:g} seconds "
-            "(ACCRUE_NO_PROGRESS_SECONDS)"
+            f"the trainer wrote nothing for {settings.no_progress_seconds:g} seconds; if a step can take "
+            "longer, raise ACCRUE_NO_PROGRESS_SECONDS"
         )
         queue.crash(session, fence, Failure(code="no_progress", message=message, permanent=False))
     elif failure is not None and failure.permanent:

@@ -69,7 +69,9 @@ def options(
 
 @app.command()
 def demo(
-    folder: Annotated[Path, typer.Option(help="Folder for the demo's files")] = Path("demo-data"),
+    folder: Annotated[
+        Path, typer.Option(help="New folder for the demo's files; an earlier demo's is replaced")
+    ] = Path("demo-data"),
     steps: Annotated[int, typer.Option(min=2, help="Optimizer steps")] = 200,
 ) -> None:
     """Train a small model end to end, over HTTP, on the docstrings of Python's standard library."""

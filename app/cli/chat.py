@@ -26,7 +26,7 @@ def chat(
         ),
     ] = "",
     message: Annotated[
-        str | None, typer.Option("--message", "-m", help="Print the answer to this message, and end")
+        str | None, typer.Option("--message", "-m", help="Send this message, print the answer, and exit")
     ] = None,
     system: Annotated[str | None, typer.Option(help="A system message, before the conversation")] = None,
     max_tokens: Annotated[

@@ -17,6 +17,7 @@ from app.cli import demo_data
 from app.cli.client import Client, ServiceError
 from app.cli.terminal import follow, show_batch_size, show_plan
 from app.contract.architecture import BUILT_IN_MODEL
+from app.errors import InvalidRequest
 from app.results.charts import loss_curve
 from app.runtime import processes
 
@@ -25,6 +26,8 @@ MAX_LENGTH = 512
 LEARNING_RATE = 2e-3
 WARMUP_STEPS = 20
 _START_SECONDS = 60.0
+_MARK = ".accrue-demo"
+"""An empty file in a folder that a demo made."""
 
 console = Console()
 
@@ -36,8 +39,7 @@ def run(folder: Path, steps: int) -> int:
     only how frequent each byte is.
     """
     began = time.monotonic()
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    _make_empty(folder)
     data = folder / "docstrings.jsonl"
     console.rule("Data: signatures and docstrings of this Python's standard library")
     count = demo_data.write(data)
@@ -56,9 +58,26 @@ def run(folder: Path, steps: int) -> int:
             status = _report(client, job["id"], folder, entropy)
     console.print(
         f"The demo took {time.monotonic() - began:.0f} s; its service has stopped. To see the job and its "
-        f"curves: ACCRUE_DATA_DIR={folder / 'data'} accrue up. To use your own data: accrue up."
+        f"curves: ACCRUE_DATA_DIR={folder / 'data'} accrue up. To train on your own data: accrue up, "
+        "then accrue submit FILE --model MODEL."
     )
     return status
+
+
+def _make_empty(folder: Path) -> None:
+    """Makes a new folder, in place of an earlier demo's.
+
+    Raises:
+        InvalidRequest: the folder holds something else, which must not be deleted.
+    """
+    mark = folder / _MARK
+    if folder.exists() and not mark.is_file() and (not folder.is_dir() or any(folder.iterdir())):
+        raise InvalidRequest(
+            f"{folder} has content that is not an earlier demo's: choose a new folder with --folder"
+        )
+    shutil.rmtree(folder.resolve(), ignore_errors=True)
+    folder.resolve().mkdir(parents=True, exist_ok=True)
+    mark.touch()
 
 
 @contextmanager

@@ -59,13 +59,13 @@ def resume(job_id: Job, url: Url = DEFAULT_URL, as_json: AsJson = False) -> None
 
 @commands.command()
 def cancel(job_id: Job, url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
-    """Cancel a job; it ends without a model."""
+    """Cancel a job: no model is saved. Its checkpoints are kept until it is deleted."""
     _act(job_id, "cancel", url, as_json)
 
 
 @commands.command()
 def stop(job_id: Job, url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
-    """End a job's training early and keep the model."""
+    """Finish a job now, and save the current weights as its model."""
     _act(job_id, "stop", url, as_json)
 
 

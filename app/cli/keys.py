@@ -23,7 +23,7 @@ DeviceHours = Annotated[
     float | None,
     typer.Option(min=0.0, help=f"{_DEVICE_HOURS}; default: no limit"),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print it as JSON")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON")]
 
 _UNITS = {"h": 3600.0, "d": 86400.0, "w": 604800.0}
 
@@ -43,7 +43,9 @@ def create_key(
 ) -> None:
     """Make a key. It is shown only once: the service keeps only its digest.
 
-    Jobs, files and configurations are visible to the key that made them, and to keys with the scope admin.
+    Once a key exists, every request needs one, even if all keys are revoked later. Jobs, files and
+    configurations are visible to the key that made them, and to keys with the scope admin; only these see
+    what was made before the first key.
     """
     from app.security.keys import create
 
@@ -53,9 +55,10 @@ def create_key(
         shown = {**_fields(row), "key": key}
     typer.echo(json.dumps(shown, indent=2) if as_json else key)
     typer.echo(
-        "This key is shown only once. From now on, every request needs a key, even after all keys are "
-        "revoked. A key sees only what is made with it, unless it has --scope admin; only such a key sees "
-        "what was made without any key. For the accrue command: export ACCRUE_API_KEY=…",
+        "Save this key now: it cannot be shown again. From now on every request needs a key; revoking all "
+        "keys does not undo this. A key sees only the jobs and files that it creates, and those that were "
+        "created before the first key are visible only to keys with the scope admin (accrue keys create "
+        "NAME --scope admin). To use this key: export ACCRUE_API_KEY=…",
         err=True,
     )
 

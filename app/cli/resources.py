@@ -22,7 +22,7 @@ FileToAdd = Annotated[
 
 @models.callback()
 def list_models(context: typer.Context, url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
-    """List trained models, and the base models that can be planned without the hub."""
+    """List trained models, and the base models for which Accrue can plan without contacting the hub."""
     if context.invoked_subcommand is not None:
         return
     from app.cli.tables import show_models
@@ -106,7 +106,7 @@ def usage(
         str | None, typer.Option(help="First day, such as 2026-11-01; default: the first of this month")
     ] = None,
     last: Annotated[str | None, typer.Option(help="Last day; default: today (UTC)")] = None,
-    as_csv: Annotated[bool, typer.Option("--csv", help="Print it as CSV")] = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV")] = False,
     url: Url = DEFAULT_URL,
     as_json: AsJson = False,
 ) -> None:

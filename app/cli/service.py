@@ -56,10 +56,12 @@ def serve(host: Host = None, port: Port = None) -> None:
     """Run the service alone."""
     _listen_on(host, port)
     gc.disable()  # loading the modules creates no garbage to collect
+    import structlog
     import uvicorn
 
     from app.logs import configure
     from app.main import create_app
+    from app.maintenance.misspelled_settings import misspelled_settings
     from app.runtime.parent import end_with_parent
     from app.security.local import require_keys_off_loopback
     from app.settings import LOOPBACK, get_settings
@@ -70,6 +72,8 @@ def serve(host: Host = None, port: Port = None) -> None:
     end_with_parent()
     settings = get_settings()
     configure(settings.log_level, settings.log_format)
+    for message in misspelled_settings():
+        structlog.get_logger().warning(message)
     app = create_app(settings)
     if settings.host not in LOOPBACK:
         settings.make_directories()
@@ -168,7 +172,7 @@ def restore(
 
 @commands.command()
 def migrate() -> None:
-    """Bring the database to the newest revision."""
+    """Upgrade the database's tables to this version of Accrue."""
     from app.settings import get_settings
     from app.storage.migrations import migrate as run
 

@@ -21,8 +21,19 @@ DataFile = Annotated[
     Path,
     typer.Argument(exists=True, dir_okay=False, help="JSON lines, JSON, CSV, Parquet, or a text file"),
 ]
-Model = Annotated[str, typer.Option(help="Base model")]
-Batch = Annotated[int | None, typer.Option(help="Effective batch: samples per optimizer step")]
+Model = Annotated[
+    str,
+    typer.Option(
+        help="Base model: owner/name on the Hugging Face Hub, a local model, or a trained one. The default "
+        "is a tiny model with one token per byte, for trying things out"
+    ),
+]
+Batch = Annotated[
+    int | None,
+    typer.Option(
+        help="Effective batch: samples per optimizer step over all devices; default: by the number of samples"
+    ),
+]
 MaxLength = Annotated[int | None, typer.Option(help="Maximum tokens per sample")]
 Settings = Annotated[
     list[str] | None,
@@ -42,7 +53,11 @@ def submit(
     batch: Batch = None,
     steps: Annotated[
         int | None,
-        typer.Option("--accumulation-steps", help="Micro-batches per step; planned if omitted"),
+        typer.Option(
+            "--accumulation-steps",
+            help="Micro-batches per step and device; planned if omitted. Without --batch, they decide the "
+            "effective batch: steps x 8 x devices",
+        ),
     ] = None,
     epochs: Annotated[int | None, typer.Option(help="Passes over the data; default 3")] = None,
     max_steps: Annotated[int | None, typer.Option(help="Optimizer steps, instead of epochs")] = None,
@@ -50,8 +65,8 @@ def submit(
         float | None,
         typer.Option(
             "--lr",
-            help="Peak learning rate; default: 5e-5 (lora and qlora: 2e-4); with dpo, orpo, simpo or kto "
-            "1e-6 (1e-5); with reward 1e-5 (1e-4)",
+            help="Peak learning rate; default for full / lora and qlora: sft and classification 5e-5 / 2e-4; "
+            "dpo, orpo, simpo and kto 1e-6 / 1e-5; reward 1e-5 / 1e-4",
         ),
     ] = None,
     max_length: MaxLength = None,
@@ -65,7 +80,7 @@ def submit(
         str | None,
         typer.Option(
             help="sft; dpo, orpo, simpo or reward for pairs of answers; kto for labelled answers; "
-            "classification for labelled texts; default: by the data; for its arguments: "
+            "classification for labelled texts; default: from the data; for its arguments: "
             "--set training_config.objective_args.beta=0.2"
         ),
     ] = None,
@@ -94,10 +109,9 @@ def submit(
         bool | None,
         typer.Option(
             "--tune/--no-tune",
-            help="--tune: measure micro-batch sizes after the first two steps; --no-tune: use the planned "
-            "size throughout. Default: a job of at least 102 steps on one device tries other sizes while it "
-            "trains, unless the request sets its micro-batches, or an option that excludes this "
-            "(docs/planning.md)",
+            help="--tune: after two steps, pause to measure several micro-batch sizes (tune: first in the "
+            "API); --no-tune: use the planned size. Default: try other sizes during normal steps, in jobs of "
+            "at least 102 steps on one device whose request leaves the size open (docs/planning.md)",
             show_default=False,
         ),
     ] = None,
@@ -166,7 +180,7 @@ def tune(
     url: Url = DEFAULT_URL,
     as_json: AsJson = False,
 ) -> None:
-    """Measure on the device which micro-batch is fastest with your data; trains no model.
+    """Measure on a worker's device which micro-batch size is fastest with your data; makes no model.
 
     It runs as a job, so it waits for a free device. Later plans use the result, if their model, method and
     other training options, sample length and kind of device are the same.
@@ -279,7 +293,7 @@ def plan(
     url: Url = DEFAULT_URL,
     as_json: AsJson = False,
 ) -> None:
-    """Show whether a model fits, and in which micro-batches and steps."""
+    """Show whether a model fits, and into which micro-batches and accumulation steps a batch is divided."""
     from app.cli.terminal import show_batch_size
 
     body = {

@@ -21,11 +21,12 @@ console = Console(markup=False)  # names and messages come from users: [/bold] i
 _BY = {"formula": "by formula", "simulated": "by simulation", "measured": "by measurement"}
 
 _REASONS = {
-    "no_worker": "no worker is running",
-    "quota_used_up": "its key has used up its device hours of this month",
-    "no_matching_worker": "no worker has the required labels",
-    "no_free_gpu": "not enough free devices",
-    "retry_delay": "waiting to retry",
+    "no_worker": "no worker is running: start one with accrue worker",
+    "quota_used_up": "its key has used up its device hours of this month: it waits for the next, or for an "
+    "admin to raise the quota",
+    "no_matching_worker": "no worker has the required labels: accrue gpus shows those of each worker",
+    "no_free_gpu": "waiting for free devices",
+    "retry_delay": "waiting to retry after a failure",
     "starting": "waiting for a worker to claim it",
 }
 """Why a job waits, by the service's `waiting.reason`."""

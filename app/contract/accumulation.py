@@ -30,7 +30,9 @@ class AccumulationConfig(Request):
         validation_alias=AliasChoices(
             "accumulation_steps", "gradient_accumulation_steps", "grad_accum_steps"
         ),
-        description="Micro-batches per step and device",
+        description="Micro-batches per step and device; null: as planned. Without "
+        "target_effective_batch_size, the effective batch is accumulation_steps x micro_batch_size (8 if not "
+        "given) x devices",
     )
     target_effective_batch_size: int | None = Field(
         None,
@@ -46,30 +48,40 @@ class AccumulationConfig(Request):
         ge=1,
         le=MAX_MICRO_BATCH,
         validation_alias=AliasChoices("micro_batch_size", "batch_size"),
-        description="Samples per forward pass and device",
+        description="Samples per forward pass and device. (In the hyperparameters of OpenAI's requests, "
+        "batch_size is the effective batch instead.)",
     )
     max_memory_usage: float = Field(
-        0.9, gt=0, le=1, description="Share of a device's memory that may be used"
+        0.9,
+        gt=0,
+        le=1,
+        description="Largest share of a device's memory to plan for; memory_safety_margin may lower it",
     )
     memory_safety_margin: float | None = Field(
         None,
         ge=0,
         lt=1,
-        description="Share of memory kept free; null: derived from measured prediction errors, or 0.1 until "
-        "there are five",
+        description="Share of memory kept free; the stricter of this and max_memory_usage applies. null: 0.1 "
+        "until the prediction errors of five jobs have been measured, then derived from these errors",
     )
     auto_adjust_batch_size: Flag = Field(
         True, description="Reduce the micro-batch if it would not fit; the effective batch is unchanged"
     )
     sync_gradients: Flag = Field(
         True,
-        description="Gradients are synchronised once per window; false only with parallel_independent, where "
+        description="Gradients are synchronised once per step; false only with parallel_independent, where "
         "each device trains a model of its own",
     )
     gradient_scaling: Flag = Field(
-        True, description="Scale the learning rate from base_batch_size (not fp16's loss scale)"
+        True,
+        description="Scale learning_rate from base_batch_size to the effective batch, by the rule in "
+        "lr_scaling; no effect without base_batch_size. It has nothing to do with fp16's loss scale",
     )
-    lr_scaling: LearningRateRule = "sqrt"
+    lr_scaling: LearningRateRule = Field(
+        "sqrt",
+        description="How learning_rate grows with the batch, from base_batch_size: with its square root, in "
+        "proportion (linear), or not at all (none)",
+    )
     base_batch_size: int | None = Field(
         None,
         ge=1,
@@ -77,7 +89,11 @@ class AccumulationConfig(Request):
         description="The batch that the learning rate was chosen for; null: no scaling",
     )
     mixed_precision: Flag | Precision = Field(
-        True, validation_alias=AliasChoices("mixed_precision", "use_mixed_precision")
+        True,
+        validation_alias=AliasChoices("mixed_precision", "use_mixed_precision"),
+        description="true: bf16 if the device supports it, else fp16, and fp32 on a CPU; false or no: "
+        "fp32; bf16 or fp16: compute in 16 bits, with weights in fp32; pure_bf16: keep weights in bf16, too; "
+        "tf32: fp32 with TF32 matrix products",
     )
     gradient_clipping: float | None = Field(
         1.0,
@@ -86,7 +102,12 @@ class AccumulationConfig(Request):
         description="Limit on the norm of the whole batch's gradient or, with clip_mode value, on the "
         "absolute value of each element; null: off",
     )
-    clip_mode: ClipMode = "after_accumulation"
+    clip_mode: ClipMode = Field(
+        "after_accumulation",
+        description="after_accumulation: limit the norm of the step's whole gradient; each_micro_batch: "
+        "limit that of the running sum after each micro-batch; value: limit each element of the whole "
+        "gradient",
+    )
     clip_gradients_before_accumulation: Flag = Field(
         False, description="true is the same as clip_mode each_micro_batch"
     )
@@ -94,7 +115,7 @@ class AccumulationConfig(Request):
         None,
         gt=0,
         description=(
-            "Skip a window whose loss is this many standard deviations above the mean of recent losses"
+            "Skip a step whose loss is this many standard deviations above the mean of recent losses"
         ),
     )
     accumulate_in_fp32: Flag = Field(
@@ -109,13 +130,18 @@ class AccumulationConfig(Request):
         description="Keep the optimizer's states in host memory and run its step on the CPU: less GPU "
         "memory, slower steps",
     )
-    accumulation_scheduler: Literal["constant", "linear", "noise_scale", "loss_variance"] = "constant"
+    accumulation_scheduler: Literal["constant", "linear", "noise_scale", "loss_variance"] = Field(
+        "constant",
+        description="How the effective batch changes during training: not at all (constant); up to the "
+        "requested one over accumulation_warmup_steps (linear); or larger than it, as the measured noise of "
+        "the gradients (noise_scale) or of the losses (loss_variance) suggests",
+    )
     accumulation_warmup_steps: int = Field(
         0,
         ge=0,
         le=1_000_000,
         validation_alias=AliasChoices("accumulation_warmup_steps", "warmup_steps"),
-        description="Updates over which the linear scheduler ramps the effective batch up",
+        description="Optimizer steps over which the linear scheduler raises the effective batch",
     )
     max_effective_batch_size: int | None = Field(
         None,
@@ -125,18 +151,19 @@ class AccumulationConfig(Request):
         "loss_variance may grow; null: eight times the effective batch",
     )
     loss_variance_threshold: float = Field(
-        0.01, gt=0, description="Variance of recent window losses above which loss_variance doubles the batch"
+        0.01, gt=0, description="Variance of recent losses above which loss_variance doubles the batch"
     )
     equivalence_check: Flag = Field(
-        True, description="Before training, compare the first window's gradient in two different splits"
+        True,
+        description="Gradient check: before training, compare the first step's gradient in two splits",
     )
     noise_scale_every: int | None = Field(
-        10, ge=1, description="Measure the gradient noise scale once in this many windows; null: never"
+        10, ge=1, description="Measure the gradient noise scale every so many steps; null: never"
     )
     log_accumulation: Flag = Field(
-        True, description="Report progress within a window: after a micro-batch, at most once a second"
+        True, description="Report progress within a step: after a micro-batch, at most once a second"
     )
-    log_memory_usage: Flag = True
+    log_memory_usage: Flag = Field(True, description="The memory in use at the end of each step, in the log")
     log_micro_losses: Flag = Field(False, description="The loss of each micro-batch, in the log")
     log_gradients: Flag = Field(False, description="The gradient norm of each layer, in the log")
 

@@ -89,7 +89,8 @@ class Plan(Frozen):
     """How a spec is run on the available devices: one rank for each."""
 
     predicted: bool
-    """true until a worker has claimed the job and planned for its own device."""
+    """true: provisional, made when the job was submitted; false: final, made by the worker for its own
+    devices."""
     effective_batch_size: int
     accumulation_steps: int
     actual_batch_size_per_gpu: int

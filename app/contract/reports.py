@@ -314,7 +314,7 @@ class Operators(Frozen):
     """The content of a run directory's profile/operators.json."""
 
     data: Annotated[tuple[Operator, ...], Field(fail_fast=True, max_length=1000)]
-    """The operators that took longest by themselves, the slowest first."""
+    """By the time that they took themselves, the slowest first."""
 
 
 class ReplicaOutcome(Frozen):

@@ -255,7 +255,7 @@ def _slices() -> list[_Slice]:
             ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, check=True
         ).stdout
     except subprocess.SubprocessError as error:
-        raise ValueError("nvidia-smi -L failed") from error
+        raise ValueError("nvidia-smi -L failed: run it to see why") from error
     found, gpu = [], ""
     for line in listed.splitlines():
         uuid = re.search(r"UUID: ([^)\s]+)\)", line)

@@ -40,7 +40,9 @@ class _InferenceRequest(Request):
     temperature: float | None = Field(
         None, ge=0, le=2, description="0: always the most probable token. Default: the model's own, or 1"
     )
-    top_p: float | None = Field(None, gt=0, le=1)
+    top_p: float | None = Field(
+        None, gt=0, le=1, description="Choose among the likeliest tokens that have this probability together"
+    )
     top_k: int | None = Field(None, ge=0, le=1_000_000, description="0: no limit")
     min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, gt=0, le=10)
@@ -75,7 +77,7 @@ class _InferenceRequest(Request):
     @model_validator(mode="after")
     def _has_stream_options_only_for_streams(self) -> "_InferenceRequest":
         if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options need stream: true")
+            raise ValueError("stream_options needs stream: true")
         return self
 
 

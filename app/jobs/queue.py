@@ -309,7 +309,9 @@ def crash(session: Session, fence: Fence, failure: Failure) -> None:
     if failures + 1 >= MAX_FAILURES:
         last = Failure(
             code=failure.code,
-            message=f"The trainer crashed {MAX_FAILURES} times without a new checkpoint: {failure.message}",
+            message=f"The trainer crashed {MAX_FAILURES} times without a new checkpoint, last with: "
+            f"{failure.message}. Its output, with the traceback, is in the job's trainer.log, in the "
+            "service's data folder",
             permanent=True,
         )
         fail(session, fence, last)

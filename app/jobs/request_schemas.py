@@ -85,7 +85,9 @@ class DistributedConfig(Request):
             ValueError: two of them contradict each other.
         """
         if self.gradient_compression is not None and self.carried_out_as == "fsdp":
-            raise ValueError("gradient_compression needs strategy ddp: fsdp exchanges gradients itself")
+            raise ValueError(
+                "gradient_compression needs strategy ddp: set it, or leave gradient_compression out"
+            )
         if self.zero_stage and self.strategy in ("ddp", "dataparallel"):
             raise ValueError(f"zero_stage {self.zero_stage} needs strategy fsdp: ddp shards nothing")
         if self.zero_stage == 0 and self.strategy == "fsdp":
@@ -148,8 +150,8 @@ class JobOptions(AccumulationConfig):
         None,
         description="Number of devices; they must belong to one worker. auto: on CPUs, the fewest on "
         "which the job fits; on GPUs, one for each full micro-batch of a step, but at most as many as "
-        "a single worker has. null: as gpu_ids, accumulation_steps_by_device or use_multi_gpu say, else "
-        "that of the stored configuration, else 1",
+        "a single worker has. null: the number that gpu_ids, accumulation_steps_by_device or use_multi_gpu "
+        "implies; otherwise the stored configuration's; otherwise 1",
     )
     gpu_ids: list[Annotated[int, Field(ge=0, le=MAX_GPU_ID)]] | None = Field(
         None,
@@ -182,9 +184,9 @@ class JobOptions(AccumulationConfig):
     )
     requirements: Labels = Field(
         default_factory=dict,
-        description="Labels that the job's worker must have, such as zone: a (ACCRUE_WORKER_LABELS); every "
-        "worker has hostname; executor; and gpu_type, the name of its GPUs or cpu, unless its GPUs are of "
-        "several types",
+        description="Labels that the job's worker must have, such as zone: a (from its "
+        "ACCRUE_WORKER_LABELS). Set automatically: hostname, executor, and gpu_type (the name of its GPUs, "
+        "or cpu; absent if a worker has GPUs of several types)",
     )
     executor: Executor | None = Field(
         None,
@@ -203,10 +205,11 @@ class JobOptions(AccumulationConfig):
     profile: Flag = Field(False, description="Profile one steady-state window with torch.profiler")
     tune: RequestedTune | None = Field(
         None,
-        description="How to find the fastest micro-batch. while_training: try other sizes during the "
-        "job's own steps, if at least 100 are left (the default on one device, if the request leaves the "
-        "micro-batch open); off: use the planned size; first: measure several sizes after two steps, then "
-        "train with the smallest that is about as fast as the fastest; only: measure, and make no model",
+        description="When to look for the fastest micro-batch size. while_training: try other sizes during "
+        "the job's own steps, if at least 100 are left (the default on one device, if the request sets "
+        "neither micro_batch_size nor accumulation_steps); first: after two steps, measure several sizes, "
+        "then train with the smallest that is about as fast as the fastest; only: measure, and make no "
+        "model; off: use the planned size",
     )
 
     @model_validator(mode="after")
@@ -237,14 +240,16 @@ class JobOptions(AccumulationConfig):
     def _executor_is_a_label(self) -> "JobOptions":
         if self.executor is not None:
             if self.requirements.get("executor", self.executor) != self.executor:
-                raise ValueError("executor and requirements name different executors")
+                raise ValueError("executor and requirements.executor differ: leave one out")
             self.requirements = {**self.requirements, "executor": self.executor}
         return self
 
     @model_validator(mode="after")
     def _devices_agree(self) -> "JobOptions":
         if self.gpu_ids is not None and self.num_gpus not in (None, len(self.gpu_ids)):
-            raise ValueError(f"num_gpus is {self.num_gpus}, but gpu_ids names {len(self.gpu_ids)}")
+            raise ValueError(
+                f"num_gpus is {self.num_gpus}, but gpu_ids names {len(self.gpu_ids)}: leave num_gpus out"
+            )
         if self.gpu_ids is not None and len(set(self.gpu_ids)) != len(self.gpu_ids):
             raise ValueError("gpu_ids names a GPU twice")
         by_device = self.accumulation_steps_by_device
@@ -265,7 +270,9 @@ class JobOptions(AccumulationConfig):
             self.gpu_ids = sorted(self.gpu_ids)
         several = self.num_gpus == "auto" or max(self.num_gpus or 1, len(self.gpu_ids or by_device or ())) > 1
         if self.use_multi_gpu is False and several:
-            raise ValueError("use_multi_gpu is false, but several devices are requested")
+            raise ValueError(
+                "use_multi_gpu is false, but several devices are requested: leave use_multi_gpu out"
+            )
         if None not in (self.distributed, self.multi_gpu_strategy):
             raise ValueError("distributed and multi_gpu_strategy set the same thing: leave one out")
         within = self.distributed or self.multi_gpu_strategy

@@ -41,21 +41,29 @@ class AccumulationStatus(ResponseModel):
 
 class Progress(ResponseModel):
     step: int = 0
+    """Optimizer steps made."""
     steps_total: int | None = None
     micro_step: int = 0
+    """Micro-batches done since the job began."""
     accumulation_step: int = 0
-    """Micro-batches of the current window or, between two windows, of the previous one."""
+    """Micro-batches done of the current step while `within_window` is true; otherwise, those of the previous
+    step."""
     within_window: bool = False
-    """Whether the current window has taken a second or longer."""
+    """Whether a step is under way that has taken a second or longer."""
     skipped: int = 0
+    """Steps that changed nothing: their loss or gradient was not finite, a spike, or had no target tokens."""
     epoch: int = 0
     samples_seen: int = 0
     tokens_seen: int = 0
+    """Target tokens, which count toward the loss."""
     loss: float | None = None
     loss_ema: float | None = None
+    """The loss averaged over steps, the newest with a weight of a tenth."""
     learning_rate: float | None = None
     grad_norm: float | None = None
+    """Norm of the step's gradient before clipping."""
     tokens_per_second: float | None = None
+    """Input tokens of the samples, prompts included, without padding."""
     memory_peak_bytes: int | None = None
     eta_seconds: float | None = None
     prepared_samples: int | None = None

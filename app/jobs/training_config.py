@@ -45,18 +45,27 @@ class TrainingConfig(Request):
         DEFAULT_LEARNING_RATE,
         ge=1e-12,
         le=100,
-        description="Adapters: 2e-4 if not given; preference objectives: 1e-6, or 1e-5 for adapters; reward: "
-        "1e-5, or 1e-4 for adapters",
+        description="Peak learning rate. Default for full fine-tuning / adapters: sft and classification "
+        "5e-5 / 2e-4; dpo, orpo, simpo and kto 1e-6 / 1e-5; reward 1e-5 / 1e-4",
     )
     weight_decay: float = Field(0.0, ge=0, le=1)
     optimizer: OptimizerChoice = "adamw"
     optimizer_args: OptimizerArguments = Field(default_factory=OptimizerArguments)
-    lr_scheduler: ScheduleName = "linear"
-    warmup_steps: int | None = Field(None, ge=0)
-    warmup_ratio: float | None = Field(None, ge=0, le=1)
-    warmup_shape: WarmupShape = "linear"
+    lr_scheduler: ScheduleName = Field("linear", description="How the learning rate changes after the warmup")
+    warmup_steps: int | None = Field(
+        None, ge=0, description="Steps over which the learning rate rises to its peak"
+    )
+    warmup_ratio: float | None = Field(
+        None, ge=0, le=1, description="The same as a share of all steps, instead of warmup_steps"
+    )
+    warmup_shape: WarmupShape = Field("linear", description="The curve on which the learning rate rises")
     lr_scheduler_args: ScheduleArguments = Field(default_factory=ScheduleArguments)
-    label_smoothing: float = Field(0.0, ge=0, lt=1)
+    label_smoothing: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="Share of the target's probability that is spread evenly over the vocabulary",
+    )
     aux_scope: AuxScope = Field(
         "window",
         description="Scope of a mixture-of-experts model's load-balancing loss: window (costs a forward pass "
@@ -66,12 +75,15 @@ class TrainingConfig(Request):
         default_factory=list,
         fail_fast=True,
         max_length=100,
-        description="Patterns of parameter names, as in transformer.h.0.*",
+        description="Patterns of the names of parameters that are not trained, as in transformer.h.0.*",
     )
     method: Method = Field("full", description='"full", "lora", "qlora", or {"lora": {"r": 16, …}}')
     gradient_checkpointing: Flag = False
     compile: Flag = Field(False, description="torch.compile, with micro-batches of a few shapes")
-    attention: Attention = "sdpa"
+    attention: Attention = Field(
+        "sdpa",
+        description="The implementation of attention in transformers; eager is slow, and needs more memory",
+    )
     kernels: Kernels = Field(
         "auto",
         description="auto: faster kernels (of liger-kernel, flash-attn, PyTorch, and Accrue's own for the "
@@ -86,7 +98,9 @@ class TrainingConfig(Request):
     )
     seed: int = Field(42, ge=0, lt=2**31)
     eval_every: int | None = Field(None, ge=1, description="Steps between evaluations; null: at the end only")
-    early_stopping: EarlyStopping | None = None
+    early_stopping: EarlyStopping | None = Field(
+        None, description="End training when the validation loss no longer falls; needs eval_every"
+    )
     save_every: int | None = Field(None, ge=1, description="Steps between checkpoints; null: 50")
     completions: int = Field(
         3,
@@ -99,11 +113,21 @@ class TrainingConfig(Request):
         default_factory=list,
         fail_fast=True,
         max_length=10,
-        description="Names of programs in the operator's ACCRUE_METRIC_PROGRAMS_DIR that score these "
+        description="Names of programs in the service's ACCRUE_METRIC_PROGRAMS_DIR that score these "
         "completions, before and after training and at every evaluation",
     )
-    report_to: list[Tracker] = Field(default_factory=list, fail_fast=True, max_length=3)
-    timeout_seconds: float | None = Field(None, gt=0)
+    report_to: list[Tracker] = Field(
+        default_factory=list,
+        fail_fast=True,
+        max_length=3,
+        description="Experiment trackers that also get the metrics; the worker must have their packages",
+    )
+    timeout_seconds: float | None = Field(
+        None,
+        gt=0,
+        description="Seconds of running after which the job writes a checkpoint and fails with the code "
+        "timeout; resuming it continues from there",
+    )
 
     @model_validator(mode="after")
     def _rate_of_the_method(self) -> "TrainingConfig":
@@ -135,7 +159,7 @@ class TrainingConfig(Request):
         if self.lr_scheduler == "one_cycle" and (self.warmup_steps or self.warmup_ratio):
             raise ValueError("one_cycle has its own warmup: set lr_scheduler_args.pct_start instead")
         if self.early_stopping is not None and self.eval_every is None:
-            raise ValueError("early_stopping needs eval_every")
+            raise ValueError("early_stopping needs evaluations during training: set eval_every")
         reject_unknown_arguments(
             "optimizer_args", self.optimizer_args, set(OPTIMIZER_ARGUMENTS[self.optimizer]), self.optimizer
         )

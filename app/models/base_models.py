@@ -31,7 +31,7 @@ _MOST_CONFIG_FIELDS = 20_000
 
 @dataclass(frozen=True)
 class PlannableModel:
-    """A model that can be planned for."""
+    """A model for which jobs can be planned."""
 
     architecture: Architecture
     config: dict[str, Any]
@@ -142,7 +142,11 @@ def read_folder(name: str, folder: Path) -> PlannableModel:
     except OSError:
         content = None
     if content is None:
-        raise Unprocessable(f"The model {name} has no config.json.", field="model_name")
+        raise Unprocessable(
+            f"The model {name} has no config.json, which describes it: transformers writes "
+            f"one beside the weights.",
+            field="model_name",
+        )
     return _read(name, _parse(name, content))
 
 
@@ -167,7 +171,7 @@ def local_names(settings: Settings) -> list[str]:
 
 
 def plannable_models(settings: Settings) -> dict[str, tuple[KnownFrom, Architecture]]:
-    """The models that can be planned for without the hub, by name; unreadable folders are left out."""
+    """The models for which jobs can be planned without the hub, by name; unreadable folders are left out."""
     found = {name: _catalogue_entry(name) for name in catalogue.CATALOGUE}
     for name in local_names(settings):
         with contextlib.suppress(Unprocessable, OSError):

@@ -1,4 +1,4 @@
-"""The models that can be planned for, in the native API."""
+"""The models for which jobs can be planned, in the native API."""
 
 from app.contract.base import Page
 from app.models import base_models
@@ -9,7 +9,7 @@ from app.web.routers import native_router
 router = native_router(tags=["calculators"])
 
 
-@router.get("/models", summary="Models that can be planned for without asking the hub")
+@router.get("/models", summary="Models for which jobs can be planned without contacting the hub")
 def list_models(settings: CurrentSettings) -> Page[PlannableModelResponse]:
     """Training a model of the catalogue needs its files: from the models folder, or from the hub."""
     data = [

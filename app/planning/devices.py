@@ -69,9 +69,12 @@ def parse_device(phrase: str, device_id: int) -> Device:
         return Device(device_id, sized["name"] or phrase, int(float(sized["size"]) * GIB), "cuda")
     gigabytes = _MEMORY_GB.get(re.sub(r"[-_ ]|NVIDIA|GEFORCE|TESLA", "", phrase.upper()))
     if gigabytes is None:
+        hint = ""
+        if phrase.isdecimal() or phrase.lower() in ("cuda", "all"):
+            hint = ". This only plans for GPUs: to choose those that workers use, set CUDA_VISIBLE_DEVICES"
         raise ValueError(
             f"{phrase!r} is not a known GPU: give its memory, as in 24GB or A100-80GB, "
-            f"or one of {', '.join(sorted(_MEMORY_GB))}"
+            f"or one of {', '.join(sorted(_MEMORY_GB))}{hint}"
         )
     return Device(device_id, phrase, gigabytes * GIB, "cuda")
 

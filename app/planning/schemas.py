@@ -164,7 +164,8 @@ class BatchSizeResponse(ResponseModel):
     memory: Memory
     source: Source
     expected_error: float | None = Field(
-        description="Mean absolute relative error of this source so far; null: not measured"
+        description="Mean absolute relative error of this source's predictions of peak memory so far; null: "
+        "not measured"
     )
     predicted_samples_per_second: float | None = Field(
         None,

@@ -67,7 +67,8 @@ def resolve(requested: RequestedBatch, recommended: int) -> ResolvedBatch:
         if samples > MAX_EFFECTIVE_BATCH:
             raise ConflictingBatch(
                 "accumulation_steps" if steps else "micro_batch_size",
-                f"this makes an effective batch of {samples} samples, more than {MAX_EFFECTIVE_BATCH}",
+                f"this makes an effective batch of {samples} samples, more than {MAX_EFFECTIVE_BATCH}: lower "
+                "accumulation_steps or micro_batch_size",
             )
         return ResolvedBatch(samples, steps or 1, micro)
     return ResolvedBatch(recommended, None, None)

@@ -49,7 +49,7 @@ class Evaluation(ResponseModel):
     rewards: Rewards | None = None
     """What a preference objective, or reward, measured on the validation data."""
     metrics: dict[str, float] | None = None
-    """The operator's own metrics, by name; also at step 0, before training."""
+    """Metrics of the service's own programs, by name; also at step 0, before training."""
 
 
 class Metrics(ResponseModel):
@@ -62,7 +62,7 @@ class Metrics(ResponseModel):
 class Profile(ResponseModel):
     training_id: str
     operators: list[Operator]
-    """The operators that took longest by themselves, the slowest first."""
+    """PyTorch operators by the time that they took themselves, the slowest first."""
     files: list[str]
     """Available below this address: `trace.json` is for Perfetto or chrome://tracing, `memory.pickle` for
     pytorch.org/memory_viz."""

@@ -47,6 +47,7 @@ class Statistics(ResponseModel):
     skipped: int
     samples: int
     tokens: int
+    """Target tokens, which count toward the loss."""
     total_loss: float | None
     first_loss: float | None
     final_loss: float | None
@@ -56,7 +57,7 @@ class Statistics(ResponseModel):
     avg_memory_usage_gb: float | None
     peak_memory_gb: float | None
     avg_accumulation_time: float | None
-    """Seconds of a window's forward and backward passes."""
+    """Seconds of a step's forward and backward passes."""
     tokens_per_second: float | None
     """Tokens of the samples, prompts included, per second; `tokens` are those that the loss counts."""
     samples_per_second: float | None
@@ -65,6 +66,7 @@ class Statistics(ResponseModel):
     noise_scale: float | None
     oom_recoveries: int
     prediction_error: float | None
+    """(predicted - measured) / measured peak memory: positive if less memory was needed than predicted."""
     ranks: list[RankFigures] | None = None
     """One job's figures by rank; null with one device."""
 

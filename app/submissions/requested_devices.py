@@ -118,7 +118,8 @@ def _named_gpus(
     together = [{device.id for device in own} for own in by_worker]
     if by_worker and not any(own.issuperset(requested.gpu_ids) for own in together):
         raise Unprocessable(
-            "gpu_ids: no single worker has all of these GPUs, and a job trains on those of one worker.",
+            "gpu_ids: a job trains on the GPUs of one worker, and no worker has all of these: choose GPUs of "
+            "one worker (accrue gpus).",
             field="gpu_ids",
         )
     return named

@@ -77,7 +77,10 @@ def _check(swept: SweepRequest) -> None:
         )
     for field, values in swept.vary.items():
         if field.partition(".")[0] in _NOT_VARIED:
-            raise Unprocessable(f"vary.{field} cannot vary: choose another field.", field=f"vary.{field}")
+            raise Unprocessable(
+                f"vary.{field} is the same for all jobs of a sweep: choose another field.",
+                field=f"vary.{field}",
+            )
         try:
             distinct = {json.dumps(value, sort_keys=True, allow_nan=False) for value in values}
         except ValueError:

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from app.cli import demo_data
+from app.cli import demo, demo_data
+from app.errors import InvalidRequest
 from app.results.charts import loss_curve
 
 
@@ -24,6 +25,25 @@ def test_the_data_is_the_standard_library_s_documentation(data: Path) -> None:
     assert lengths[-len(lengths) // 50] > 600
     found = [line for line in lines if line["prompt"].startswith("# textwrap\ndef dedent(")]
     assert found[0]["completion"].startswith("Remove any common leading whitespace")
+
+
+def test_a_folder_with_other_content_is_not_deleted(tmp_path: Path) -> None:
+    mine = tmp_path / "mine" / "data.txt"
+    mine.parent.mkdir()
+    mine.write_text("x")
+    with pytest.raises(InvalidRequest, match="choose a new folder"):
+        demo.run(mine.parent, 2)
+    with pytest.raises(InvalidRequest, match="choose a new folder"):
+        demo.run(mine, 2)
+    assert mine.read_text() == "x"
+
+
+def test_an_earlier_demo_is_replaced(tmp_path: Path) -> None:
+    folder = tmp_path / "demo"
+    demo._make_empty(folder)
+    (folder / "old").touch()
+    demo._make_empty(folder)
+    assert [each.name for each in folder.iterdir()] == [".accrue-demo"]
 
 
 def test_the_entropy_of_bytes(tmp_path: Path) -> None:

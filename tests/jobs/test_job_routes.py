@@ -540,7 +540,7 @@ def test_an_executor_is_a_requirement(client: TestClient) -> None:
     labels = {"zone": "a", "executor": "local"}
     assert submit(client, executor="local", requirements=labels)["requirements"] == labels
     other = client.post(f"{PATH}/with-accumulation", json={**JOB, "executor": "ray", "requirements": labels})
-    assert "different executors" in other.json()["error"]["message"]
+    assert "requirements.executor differ" in other.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

@@ -104,5 +104,5 @@ class RayExecutor:
             return answer
         message = f"{answer.status_code} {answer.text.strip().splitlines()[-1][:300] if answer.text else ''}"
         if answer.status_code in (400, 422):
-            raise Refused(f"Ray refuses the job: {message}")
+            raise Refused(f"Ray rejected the job: {message}")
         raise Unreachable(message)

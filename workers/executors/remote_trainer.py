@@ -227,7 +227,7 @@ class RemoteTrainer:
                 self._executor.submit(self._launch)
             except Unreachable as error:
                 if not unreachable:
-                    self._say(f"{self._executor.name} does not answer, and is asked again: {error}")
+                    self._say(f"{self._executor.name} does not respond; trying again: {error}")
                 unreachable = True
                 self._wait(_POLL_SECONDS)
             else:
@@ -324,7 +324,8 @@ class RemoteTrainer:
             return INTERRUPTED
         if self._run.failure() is None:
             last = self._last_line()
-            message = f"{name} has ended the trainer, or lost it{why}{f': {last}' if last else ''}"
+            printed = f". Its last output: {last}" if last else ""
+            message = f"{name}'s job of the trainer ended without a result{why}{printed}"
             self._fail(Failure(code="trainer_lost", message=message, permanent=False))
         return 1
 

@@ -19,7 +19,7 @@ from workers.exports.refusal import NotExported
 from workers.inference.loading import NOT_LOADED
 from workers.training.exceptions import CannotTrain
 from workers.training.fetching import fetch, fetch_in_child
-from workers.training.filesystem_view import drop_capabilities, model_folder, restrict_view, unlinked
+from workers.training.filesystem_view import show_model
 from workers.training.lifeline import die_with_parent
 from workers.training.limits import limit
 from workers.training.process_tree import run_sandboxed
@@ -48,21 +48,6 @@ def _fetch(task: ExportTask) -> int:
     return 0
 
 
-def _isolate(task: ExportTask, apart: bool) -> None:
-    """Hides what the export does not need.
-
-    Raises:
-        NotRegular: a folder that a job wrote is a link.
-    """
-    if not apart or task.hidden is None:
-        drop_capabilities()
-        return
-    needed = {model_folder(task.order.model, task.path): False, Path(task.data).resolve(): False}
-    needed |= {unlinked(path): False for path in task.layer_paths}
-    needed |= {Path(task.folder).resolve(): True, Path(task.temporary).resolve(): True}
-    restrict_view(Path(task.hidden), needed)
-
-
 def _export(task: ExportTask, apart: bool) -> int:
     """Makes the export.
 
@@ -70,7 +55,8 @@ def _export(task: ExportTask, apart: bool) -> int:
         apart: whether this process has its own mounts.
     """
     try:
-        _isolate(task, apart)
+        own = {Path(task.data): False, Path(task.folder): True, Path(task.temporary): True}
+        show_model(task.order.model, task.path, task.layer_paths, own, task.hidden, apart=apart)
         result = make(task)
     except NotRegular:
         result = ExportResult(error="a folder of the model's files is a link by now")

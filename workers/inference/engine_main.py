@@ -27,7 +27,7 @@ from workers.inference.protocol import LoadOrder, Reported
 from workers.inference.refusal import refused, unavailable
 from workers.training.exceptions import CannotTrain
 from workers.training.fetching import fetch, fetch_in_child
-from workers.training.filesystem_view import drop_capabilities, model_folder, restrict_view, unlinked
+from workers.training.filesystem_view import show_model
 from workers.training.lifeline import die_with_parent
 from workers.training.limits import limit
 from workers.training.process_tree import run_sandboxed
@@ -74,21 +74,6 @@ def _fetch(order: LoadOrder) -> int:
     return 0
 
 
-def _isolate(order: LoadOrder, apart: bool) -> None:
-    """Hides what the model does not need.
-
-    Raises:
-        NotRegular: a folder that a job wrote is a link.
-    """
-    if not apart or order.hidden is None:
-        drop_capabilities()
-        return
-    needed = {model_folder(order.model, order.path): False, Path(order.folder).resolve(): True}
-    needed |= {unlinked(path): False for path in order.layer_paths}
-    needed[Path(order.adapters).resolve()] = False
-    restrict_view(Path(order.hidden), needed)
-
-
 def _answer(order: LoadOrder, apart: bool) -> int:
     """Loads the model and answers.
 
@@ -96,7 +81,8 @@ def _answer(order: LoadOrder, apart: bool) -> int:
         apart: whether this process has its own mounts.
     """
     try:
-        _isolate(order, apart)
+        own = {Path(order.folder): True, Path(order.adapters): False}
+        show_model(order.model, order.path, order.layer_paths, own, order.hidden, apart=apart)
     except NotRegular:
         _report(Reported(failed=refused("A folder of the model's files is a link.", field="model").error))
         return 1

@@ -50,7 +50,11 @@ class ExampleEncoder:
             self._start, self._after = tokens_around(tokenizer)
             self._marks_beginnings = marks_beginnings(tokenizer)
         if tokenizer.eos_token_id is None:
-            raise CannotTrain("no_end_token", "the model's tokenizer has no end-of-sequence token")
+            raise CannotTrain(
+                "no_end_token",
+                "the model's tokenizer has no end-of-sequence token: set "
+                "eos_token in its tokenizer_config.json",
+            )
         self._end = [int(tokenizer.eos_token_id)]
         self._renderers: dict[str, Renderer] = {}
 

@@ -13,7 +13,7 @@ import logging
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -131,6 +131,36 @@ def restrict_view(hidden: Path, needed: Mapping[Path, bool]) -> bool:
         drop_capabilities()
         _move_caches()
     return True
+
+
+def show_model(
+    model: ModelReference,
+    path: str,
+    layer_paths: Iterable[str],
+    own: Mapping[Path, bool],
+    hidden: str | None,
+    *,
+    apart: bool,
+) -> None:
+    """Hides, for a process that only reads a model, what it does not need.
+
+    Args:
+        path: the folder of the model's files, or its name on the hub.
+        layer_paths: the folders of adapters that belong to the model.
+        own: what else the process needs, and whether it writes there.
+        hidden: the folder to hide; None: nothing is hidden.
+        apart: whether this process has its own mounts.
+
+    Raises:
+        NotRegular: a folder that a job wrote is a link.
+    """
+    if not apart or hidden is None:
+        drop_capabilities()
+        return
+    needed = {model_folder(model, path): False}
+    needed |= {unlinked(layer): False for layer in layer_paths}
+    needed |= {folder.resolve(): is_written for folder, is_written in own.items()}
+    restrict_view(Path(hidden), needed)
 
 
 def _move_caches() -> None:

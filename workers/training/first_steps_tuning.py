@@ -93,9 +93,9 @@ def apply(training: TrainingRun, tuning: Tuning) -> None:
     speed = f" ({chosen.samples_per_second:.3g} samples/s)" if chosen is not None else ""
     training.reporter.event(
         "tuned",
-        f"Micro-batches of at most {tuning.token_budget} tokens are used{speed}. Of the {len(tuning.tried)} "
-        f"sizes measured on {tuning.samples} samples, this is the smallest within 3 % of the fastest. "
-        f"Before, at most {before} tokens were allowed.",
+        f"From now on, micro-batches have at most {tuning.token_budget} tokens{speed}; before, {before}. Of "
+        f"the {len(tuning.tried)} sizes measured on {tuning.samples} samples, this is the smallest within 3 "
+        f"% of the fastest.",
         **tuning.model_dump(mode="json"),
     )
 

@@ -204,7 +204,9 @@ def _freeze(model: torch.nn.Module, patterns: tuple[str, ...]) -> None:
         for name in names:
             parameters[name].requires_grad_(False)
     if not any(parameter.requires_grad for parameter in parameters.values()):
-        raise CannotTrain("freeze", "freeze leaves nothing to train")
+        raise CannotTrain(
+            "freeze", "freeze matches all parameters, so nothing would be trained: remove some patterns"
+        )
 
 
 def autocast(precision: RunPrecision, device: str) -> Any:

@@ -17,23 +17,18 @@ def skip(training: TrainingRun, window: Indices, trained: TrainedWindow | None) 
     progress, samples = training.state.progress, training.loader.samples
     progress.skipped += 1
     if trained is None:
-        message, named = "Window skipped: none of its tokens count toward the loss.", window.tolist()
+        message, named = "Step skipped: none of its tokens count toward the loss.", window.tolist()
     else:
         progress.skipped_in_a_row += 1
         counted = window[samples.targets[window] > 0]
         named = []
         if trained.result.rejected_by_filter:
-            reason = (
-                f"its loss of {trained.result.loss:.4g} is a spike. Samples with the highest losses, "
-                "numbered from 0 among the training samples (held-out ones are not counted):"
-            )
+            reason = f"its loss of {trained.result.loss:.4g} is a spike."
+            found = "Samples with the highest losses"
             if training.group.leads and not training.replica.is_sharded:
                 named = _highest_losses(training, counted)
         else:
-            reason = (
-                "its loss or gradient is not finite. Samples at fault, numbered from 0 among the training "
-                "samples (held-out ones are not counted):"
-            )
+            reason, found = "its loss or gradient is not finite.", "Samples that cause it"
             whole = samples.denominator(window)
             if training.group.leads and not training.replica.is_sharded:
                 named = guards.samples_at_fault(
@@ -44,10 +39,15 @@ def skip(training: TrainingRun, window: Indices, trained: TrainedWindow | None) 
                 )
         training.group.wait()
         if training.replica.is_sharded:
-            searched = "not searched for, since the model is sharded"
+            which = "The samples that cause it were not searched for, since the model is sharded."
+        elif named:
+            which = (
+                f"{found}, numbered from 0 among the training samples (held-out ones are not counted): "
+                f"{', '.join(map(str, named))}."
+            )
         else:
-            searched = ", ".join(map(str, named)) or "none individually"
-        message = f"Window skipped: {reason} {searched}."
+            which = "No single sample causes it."
+        message = f"Step skipped: {reason} {which}"
     training.reporter.event(
         "skipped", message, "warning", samples=named[:_MAX_SAMPLES_LISTED], skipped=progress.skipped
     )

@@ -165,7 +165,9 @@ def _tokenised(
         raise
     except BaseException as error:  # tokenizers' panics are BaseExceptions
         raise CannotTrain(
-            "data_not_tokenised", f"the model's tokenizer could not read the data ({type(error).__name__})"
+            "data_not_tokenised",
+            f"the model's tokenizer could not read the data ({type(error).__name__}): accrue preview shows "
+            f"how samples are tokenised",
         ) from None
 
 

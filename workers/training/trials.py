@@ -121,10 +121,11 @@ def decide(training: TrainingRun, window: Indices, trained: TrainedWindow) -> No
 def _report_fixed_cost(training: TrainingRun, tokens: float) -> None:
     """Reports what a micro-batch was found to cost besides its tokens."""
     message = (
-        f"Starting a micro-batch takes as much time as {tokens:,.0f} tokens: windows are cut accordingly."
+        f"Each micro-batch has a fixed cost equal to that of {tokens:,.0f} tokens: steps are divided so that "
+        f"they take the least time."
         if tokens < fixed_cost.MOST
-        else "Starting a micro-batch takes so much time compared with its tokens that each window is cut "
-        "into as few micro-batches as possible."
+        else "The fixed cost of a micro-batch is so large compared with that of its tokens that each step is "
+        "divided into as few micro-batches as possible."
     )
     training.reporter.event(
         "fixed_cost",
@@ -147,6 +148,7 @@ def _report(training: TrainingRun, found: Tuning, planned: int) -> None:
     others = ", ".join(f"{size} ({speeds[size]:,.0f}/s)" for size in sorted(speeds) if size != chosen)
     training.reporter.event(
         "tuned",
-        f"Micro-batches of at most {chosen} tokens are used ({'; '.join(details)}). Also tried: {others}.",
+        f"From now on, micro-batches have at most {chosen} tokens ({'; '.join(details)}). Also tried: "
+        f"{others}.",
         **found.model_dump(mode="json"),
     )

@@ -58,7 +58,7 @@ function problem(error, again = true) {
   return h(
     "section",
     { class: "panel problem", role: "alert" },
-    h("h2", {}, "That did not work"),
+    h("h2", {}, "Something went wrong"),
     h("p", {}, message),
     again && h("p", { class: "actions" }, h("button", { type: "button", onclick: show }, "Try again")),
   );

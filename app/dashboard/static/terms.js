@@ -22,11 +22,11 @@ const TERMS = {
   micro:
     "Samples that go through the model at once. The largest micro-batch that fits keeps the device busy; the gradients of several micro-batches are added up.",
   steps:
-    "Micro-batches whose gradients are added up before the weights change. At a fixed effective batch, fewer steps mean larger micro-batches: more memory, not less.",
+    "Micro-batches whose gradients are added up before the weights change. At a fixed effective batch, more accumulation steps use less memory.",
   objective:
     "sft imitates texts, completions or chats. dpo, orpo and simpo learn from pairs of a chosen and a rejected answer; orpo and simpo need no reference model. kto learns from answers that are labelled as good or bad. reward trains a model that scores answers, from the same pairs; classification trains one that finds the label of a text.",
   epochs: "How many times training goes through the data. 3 is a good start for fine-tuning; watch the loss on held-out samples.",
-  rate: "How far each step moves the weights. If the field is empty: 5e-5 (lora and qlora: 2e-4); with dpo, orpo, simpo and kto 1e-6 (1e-5); with reward 1e-5 (1e-4). With adamw, doubling the batch allows 1.4 times the rate. Several values, separated by commas, train a job for each: a sweep.",
+  rate: "How far each step moves the weights. If the field is empty: the default for full / lora and qlora, which is 5e-5 / 2e-4 with sft and classification, 1e-6 / 1e-5 with dpo, orpo, simpo and kto, and 1e-5 / 1e-4 with reward. With adamw, doubling the batch allows 1.4 times the rate. Several values, separated by commas, train a job for each: a sweep.",
   validation:
     "A share of the samples that is held out of training: its loss shows whether the model learns or memorises. 0.1 is usual.",
   loss: "The loss of each window (the effective batch of one step): with sft, in nats per token, averaged over all of its tokens; with other objectives, averaged over its samples. It is not a mean of its micro-batches' means. It should fall quickly, then slowly.",
@@ -34,7 +34,7 @@ const TERMS = {
     "beta × log(p / p₀): p is the answer's probability under the trained model, and p₀ under the model that the job started from (orpo, simpo: beta × its mean log-probability per token; reward: the model's score). Chosen answers should rise above rejected ones; if both fall far, lower the learning rate.",
   learning_rate: "The learning rate of each step: first the warmup, then the schedule.",
   grad_norm:
-    "The length of the whole window's gradient before clipping. Spikes come from unusual samples; steady growth means that the learning rate is too high.",
+    "The norm of the whole step's gradient before clipping. Spikes often come from unusual samples; steady growth often means that the learning rate is too high.",
   throughput: "Input tokens a second, without padding.",
   memory:
     "At each step, the highest memory so far (on a CPU, of the process; on a GPU, of its tensors), with the plan's prediction. The prediction assumes full-length samples and, on a GPU, includes CUDA's context and what the allocator keeps in reserve, so it is usually higher.",
@@ -55,7 +55,7 @@ const TERMS = {
   completions:
     "Prompts from held-out samples: the trained model's completion, next to the base model's and the expected text. Those at evaluations show how it got there.",
   own_metrics:
-    "A metric that the operator of this service has added: a program scores completions of held-out prompts, first by the model before training, then by the saved model.",
+    "A metric that the administrator of this service has added: a program scores completions of held-out prompts, first by the model before training, then by the saved model.",
   noise: "Variance of the loss around its trend. A batch four times as large has about a quarter of it.",
 };
 

@@ -130,7 +130,8 @@ def test_what_a_lost_launch_has_printed_last_is_in_the_message(tmp_path: Path, n
     failure = trainer._run.failure()
     assert failure is not None
     assert failure.message == (
-        "engine has ended the trainer, or lost it (OUT_OF_MEMORY): srun: error: task 0: Out Of Memory"
+        "engine's job of the trainer ended without a result (OUT_OF_MEMORY). Its last output: srun: error: "
+        "task 0: Out Of Memory"
     )
     assert not failure.permanent
 

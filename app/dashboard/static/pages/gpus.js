@@ -37,7 +37,7 @@ function showGpus(section, { gpu_info: seen, declared }) {
         { title: "Used", number: true },
         { title: "Load", number: true },
         { title: "°C", number: true },
-        { title: "Held by" },
+        { title: "Used by job" },
       ],
       seen.map((gpu) => [
         `${gpu.gpu_id}: ${gpu.name}`,

@@ -383,7 +383,7 @@ async function showOutcome(outcome, job, signal) {
       h("button", { type: "button", onclick: () => download(`${path}/log`, `${job.id}.jsonl`) }, "Log"),
       job.links.profile &&
         h("button", { type: "button", onclick: () => download(`${path}/profile/trace.json`, `${job.id}-trace.json`) }, "Trace"),
-      h("a", { href: `#/recommendations?training_id=${job.id}` }, "What to choose next"),
+      h("a", { href: `#/recommendations?training_id=${job.id}` }, "Recommendations for the next job"),
     ),
     result.model_path && !scoresSequences(job) && playground(job, signal),
     result.model_path && exportSection(job, signal),

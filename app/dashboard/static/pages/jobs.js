@@ -11,10 +11,10 @@ export const TITLE = "Jobs";
 const EVERY = 2000;
 const REASONS = {
   no_worker: "no worker is running: start one with accrue worker",
-  no_matching_worker: "no worker has the required labels",
-  no_free_gpu: "not enough free devices",
-  retry_delay: "waiting to retry",
-  quota_used_up: "its key has used up its device hours of this month",
+  no_matching_worker: "no worker has the required labels: the page GPUs shows those of each worker",
+  no_free_gpu: "waiting for free devices",
+  retry_delay: "waiting to retry after a failure",
+  quota_used_up: "its key has used up its device hours of this month: it waits for the next, or for an admin to raise the quota",
   starting: "waiting for a worker to claim it",
 };
 const COLUMNS = [

@@ -167,8 +167,8 @@ export async function show(main, { chosen, signal }) {
       "p",
       { class: "actions" },
       h("button", { type: "button", class: "primary", id: "start", onclick: (event) => submitJob(event.target, false) }, "Start"),
-      h("button", { type: "button", onclick: (event) => submitJob(event.target, true) }, "Check only"),
-      h("button", { type: "button", onclick: (event) => lookAtData(event.target) }, "Look at the data"),
+      h("button", { type: "button", onclick: (event) => submitJob(event.target, true) }, "Dry run"),
+      h("button", { type: "button", onclick: (event) => lookAtData(event.target) }, "Preview data"),
     ),
     starting,
   );
@@ -275,7 +275,7 @@ function makeInputs(chosen) {
     steps: whole("steps"),
     file: h("select", {}),
     objective: select(
-      [["", "by the data"], ["sft", "sft: imitate"], "dpo", "orpo", "simpo", "kto", "reward", "classification"],
+      [["", "auto: from the data"], ["sft", "sft: supervised"], "dpo", "orpo", "simpo", "kto", "reward", "classification"],
       at("objective"),
     ),
     epochs: whole("epochs"),
@@ -453,7 +453,7 @@ function verdict(answer) {
   const [steps, size] = [answer.accumulation_steps, number(answer.actual_batch_size_per_gpu)];
   if (!answer.fits) return "It does not fit";
   const split = steps === 1 ? `one micro-batch of ${size}` : `${number(steps)} micro-batches of at most ${size}`;
-  return `It fits: ${split}${answer.num_gpus > 1 ? " on each device" : ""}`;
+  return `It fits: ${split}${answer.devices.length > 1 ? " on each device" : ""}`;
 }
 
 function showAnswer(result, answer, values, apply, speed) {

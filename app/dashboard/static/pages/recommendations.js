@@ -88,7 +88,7 @@ export async function show(main, { chosen, signal }) {
           "div",
           { class: "fields" },
           field("model", "Model", model, "model"),
-          field("job", "or a job, to use its measurements", job),
+          field("job", "Or a job, whose measurements count", job),
           field("batch", "Effective batch", batch, "effective"),
           field("optimizer", "Optimizer", optimizer, "optimizer"),
           field("method", "Method", method, "method"),
@@ -124,7 +124,7 @@ function showAll(result, answer) {
         answer[name].confidence,
       ]),
     ),
-    h("p", { class: "muted" }, "What evidence means ", help("evidence")),
+    h("p", { class: "muted" }, "About evidence ", help("evidence")),
     answer.model_name &&
       h(
         "p",
