@@ -20,9 +20,9 @@ from app.contract.model_reference import LoraSpec
 from app.contract.plan import FixedCount, FixedSize, MicroBatchRule, TokenBudget
 from tests.harness.small_models import CONFIGS, Window64, make_model, promised
 from workers.training import head as heads
-from workers.training import loss
 from workers.training.adapters import with_adapters
 from workers.training.batches import Groups, cut_window
+from workers.training.chunked_loss import ChunkedLoss
 from workers.training.gradients import InPlace, SeparateAccumulator
 from workers.training.load_balancing_loss import load_balancing_loss_of
 from workers.training.loss import TokenLoss
@@ -189,7 +189,7 @@ def test_the_chunked_loss_keeps_within_fp16s_range(heaviest: float) -> None:
             None,
             (True, True, False),
         )
-        (loss._ChunkedLoss.apply(*arguments) / weights.sum()).backward()  # type: ignore[no-untyped-call]
+        (ChunkedLoss.apply(*arguments) / weights.sum()).backward()  # type: ignore[no-untyped-call]
         assert hidden.grad is not None
         assert weight.grad is not None
         return torch.cat([hidden.grad.flatten(), weight.grad.flatten()]).double()
@@ -205,7 +205,7 @@ def test_fp16_loss_and_gradients_are_zero_for_zero_weights_or_no_targets(count: 
     layer = torch.nn.Linear(16, 60, bias=False)
     head, weight = heads.Head(layer, 1.0, None), layer.weight
     targets, weights = torch.zeros(count, dtype=torch.int64), torch.zeros(count)
-    total = loss._ChunkedLoss.apply(  # type: ignore[no-untyped-call]
+    total = ChunkedLoss.apply(  # type: ignore[no-untyped-call]
         hidden, weight, None, targets, weights, 0.0, head, torch.float16, None, None, (True, True, False)
     )
     total.backward()

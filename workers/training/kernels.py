@@ -35,8 +35,9 @@ from workers.run_directory import RunDirectory
 from workers.training import device_errors, varlen_attention
 from workers.training import model as models
 from workers.training.batch_loader import Loader
+from workers.training.chunked_loss import can_fuse
 from workers.training.gradient_error import gradient_error
-from workers.training.loss import TokenLoss, can_fuse
+from workers.training.loss import TokenLoss
 from workers.training.loss_checks import typical_samples
 from workers.training.replica import Replica
 

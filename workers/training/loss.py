@@ -10,7 +10,6 @@ the model's own logits are used.
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 import torch
@@ -20,13 +19,11 @@ from torch import Tensor, nn
 from app.contract.objective import ObjectiveSpec
 from workers.training.attention import rows_known
 from workers.training.batches import MicroBatch, Scoring
-from workers.training.direct_sums import DirectSums, sum_of
+from workers.training.chunked_loss import ChunkedLoss, can_fuse
+from workers.training.direct_sums import DirectSums
 from workers.training.head import Head, backbone_of, head_error, head_of
 from workers.training.objectives import CORRECT, Objective
 from workers.training.score_head import PROBED_CLASSES, probe_layer, score_error, score_layer_of
-
-_FP16_GRADIENT_SCALE = 256.0
-"""Keeps small probabilities above fp16's smallest numbers in the products of a chunk."""
 
 
 @dataclass(frozen=True)
@@ -292,7 +289,7 @@ class TokenLoss(nn.Module):
         dtype = autocast or torch.promote_types(hidden.dtype, head.weight.dtype)
         fused = self.fused if dtype == torch.bfloat16 and factor is None and can_fuse(head) else None
         with torch.autocast(kind, enabled=False):
-            loss: Tensor = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
+            loss: Tensor = ChunkedLoss.apply(  # type: ignore[no-untyped-call]
                 hidden, head.weight, head.bias, batch.targets, batch.weights, self._smoothing, head, dtype,
                 None if dtype == torch.float16 else factor,
                 fused,
@@ -333,167 +330,6 @@ def _of_each_state(hidden: Tensor, targets: Tensor, head: Head) -> Tensor:
     parts = [slice(start, start + head.rows) for start in head.starts(len(hidden))]
     each = [_of_each(head.logits(hidden[part]), targets[part]) for part in parts]
     return torch.cat(each) if each else hidden.new_zeros(0)
-
-
-class _ChunkedLoss(torch.autograd.Function):
-    """Output head and cross-entropy in one; gradients are computed in the forward pass, chunk by chunk.
-
-    With p = softmax(z) and the smoothed target q, dL/dz = weight × (p - q); the products with the head's
-    weight and the hidden states follow at once, so that a chunk's logits are freed before the next chunk's
-    are computed (the idea of Hsu et al. 2024, Liger Kernel, section 3.2). With a factor, by which the loss
-    will be multiplied, the weight's gradient is added to its sum at once (`DirectSums`).
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        token_weights: Tensor | None,
-        smoothing: float,
-        head: Head,
-        dtype: torch.dtype,
-        factor: float | None,
-        fused: Callable[..., Tensor] | None,
-        wanted: tuple[bool, bool, bool],
-    ) -> Tensor:
-        wide = torch.promote_types(dtype, torch.float32)
-        wants_hidden, wants_weight, wants_bias = wanted
-        heaviest = None
-        if token_weights is not None and dtype == torch.float16:
-            heaviest = token_weights.abs().amax() if len(token_weights) else token_weights.new_ones(())
-            heaviest = torch.where(heaviest > 0, heaviest, torch.ones_like(heaviest))
-            token_weights = token_weights / heaviest  # so that none leaves fp16's range
-        to_hidden = torch.empty_like(hidden) if wants_hidden else None
-        to_weight = torch.zeros_like(weight, dtype=wide) if wants_weight and factor is None else None
-        sums = sum_of(weight) if wants_weight and factor is not None else None
-        to_bias = torch.zeros_like(bias, dtype=wide) if wants_bias and bias is not None else None
-        matrix = weight.to(dtype)
-        total = torch.zeros((), dtype=wide, device=hidden.device)
-        rows = head.rows if fused is None else 2 * head.rows  # with logits in half the bytes
-        for start in head.starts(len(hidden)) if fused is None else range(0, len(hidden), rows):
-            part = slice(start, start + rows)
-            states, own = hidden[part].to(dtype), targets[part].unsqueeze(1)
-            narrow = F.linear(states, matrix, None if bias is None else bias.to(dtype))
-            if fused is not None:
-                total += fused(
-                    narrow, targets[part], None if token_weights is None else token_weights[part],
-                    scale=head.scale, smoothing=smoothing, with_gradient=any(wanted),
-                ).sum()  # fmt: skip
-                if to_hidden is not None:
-                    to_hidden[part] = narrow @ matrix
-                if to_weight is not None:
-                    _add_product(to_weight, narrow, states, head)
-                if to_bias is not None:
-                    to_bias += narrow.sum(0, dtype=wide)
-                del narrow
-                continue
-            logits = narrow.to(wide)
-            del narrow
-            slope: Tensor | float = head.scale
-            if head.scale != 1.0:
-                logits *= head.scale
-            if head.cap is not None:
-                logits = torch.tanh(logits.div_(head.cap))
-                slope = (1.0 - logits * logits) * head.scale
-                logits = logits * head.cap
-            target = (1.0 - smoothing) * logits.gather(1, own)
-            if smoothing:
-                target = target + smoothing * logits.mean(-1, keepdim=True)
-            largest = logits.amax(-1, keepdim=True)
-            error = logits.sub_(largest).exp_()  # in place, as all that follows: one buffer for a chunk
-            total_of_row = error.sum(-1, keepdim=True)
-            losses = largest + total_of_row.log() - target
-            if token_weights is not None:
-                losses = losses * token_weights[part].unsqueeze(1)
-            total += losses.sum()
-            if not (wants_hidden or wants_weight or wants_bias):
-                del logits, error, slope
-                continue
-            error /= total_of_row
-            if smoothing:
-                error -= smoothing / error.shape[1]
-            error.scatter_add_(1, own, torch.full_like(own, -(1.0 - smoothing), dtype=wide))
-            if token_weights is not None:
-                error *= token_weights[part].unsqueeze(1)
-            if head.scale != 1.0 or head.cap is not None:
-                error *= slope
-            up = _FP16_GRADIENT_SCALE if dtype == torch.float16 else 1.0
-            narrow = (error * up if up != 1.0 else error).to(dtype)
-            if to_hidden is not None:
-                to_hidden[part] = (narrow @ matrix).to(wide) / up if up != 1.0 else narrow @ matrix
-            if sums is not None:
-                assert factor is not None
-                if dtype == wide:
-                    sums.addmm_(error.t(), states, alpha=factor)
-                else:
-                    sums.add_(narrow.t() @ states, alpha=factor)
-            if to_weight is not None:
-                if dtype != torch.float16:
-                    _add_product(to_weight, narrow, states, head)
-                else:  # a sum over the chunk's positions, which fp16 must hold too
-                    share = up / len(states)
-                    to_weight += ((error * share).to(dtype).t() @ states).to(wide) / share
-            if to_bias is not None:
-                to_bias += error.sum(0)
-            del logits, error, slope, narrow  # else they would still be there beside the next chunk's logits
-        if heaviest is not None:
-            total = total * heaviest
-            for gradient in (to_hidden, to_weight, to_bias):
-                if gradient is not None:
-                    gradient.mul_(heaviest)
-        ctx.gradients = (to_hidden, to_weight, to_bias)
-        ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *outer: Tensor) -> Any:
-        if ctx.gradients is None:
-            raise RuntimeError(
-                "the chunked loss computes its gradients once, so it supports only one backward"
-            )
-        found = [
-            None if gradient is None else gradient.mul_(outer[0]).to(dtype)
-            for gradient, dtype in zip(ctx.gradients, ctx.dtypes, strict=True)
-        ]
-        ctx.gradients = None
-        return *found, None, None, None, None, None, None, None, None
-
-
-def can_fuse(head: Head) -> bool:
-    """Whether the kernel of fused_cross_entropy.py can compute the loss from a head's logits."""
-    return head.cap is None and head.scale > 0.0
-
-
-def _add_product(to: Tensor, errors: Tensor, states: Tensor, head: Head) -> None:
-    """Adds errorsᵀ · states to a sum, in place.
-
-    Args:
-        to: at least fp32, of shape (vocabulary, width).
-        errors: of shape (rows, vocabulary).
-        states: of shape (rows, width), as precise as the errors.
-    """
-    if errors.dtype == to.dtype:
-        to.addmm_(errors.t(), states)
-    elif to.is_cuda and _adds_in_fp32(to.device):  # the product needs no tensor of its own
-        torch.ops.aten.addmm.dtype_out(to, errors.t(), states, to.dtype, out=to)
-    elif head.device == "cuda" and not to.is_cuda:  # in the simulation of a GPU, only sizes count
-        to.add_(0.0)
-    else:
-        to += errors.t() @ states
-
-
-@cache
-def _adds_in_fp32(device: torch.device) -> bool:
-    """Whether this GPU's library adds products of bf16 to a matrix in fp32."""
-    try:
-        sums, factor = torch.zeros(16, 16, device=device), torch.ones(16, 16, device=device).bfloat16()
-        torch.ops.aten.addmm.dtype_out(sums, factor, factor, torch.float32, out=sums)
-    except (RuntimeError, AttributeError):
-        return False
-    return True
 
 
 def boundaries(batch: MicroBatch) -> dict[str, Any]:
