@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
-from sqlalchemy import Insert, func, select
+from sqlalchemy import Insert, delete, func, select
 from sqlalchemy.dialects import postgresql, sqlite
 
 from app.contract.regular_files import open_regular
@@ -133,6 +133,19 @@ def ingest(
         progress = _progress(session, fence.job_id, position)
         queue.note_progress(session, fence, progress, position.checkpoint_step)
     return replace(position, caught_up=caught_up)
+
+
+def forget_steps_after(session: Session, fence: Fence, position: Position, last: int) -> None:
+    """Removes what is stored of steps after the last one of a job's model. An earlier attempt made them,
+    after the checkpoint from which the last attempt continued, which was told to end earlier.
+
+    Args:
+        position: how far the run's lines have been read.
+    """
+    of_later_steps = delete(StepMetric).where(StepMetric.job_id == fence.job_id, StepMetric.step > last)
+    if session.execute(of_later_steps.returning(StepMetric.step)).first() is not None:
+        progress = _progress(session, fence.job_id, replace(position, sums=None, window=None))
+        queue.note_progress(session, fence, progress, position.checkpoint_step)
 
 
 def _with_temperature(lines: list[LogLine], temperature_celsius: float | None) -> list[LogLine]:

@@ -10,7 +10,7 @@ from app.jobs.transitions import Fence, LostJob
 from app.settings import Settings
 from app.storage.database import Database
 from app.storage.session import Session
-from workers import job_measurements
+from workers import ingest, job_measurements
 from workers.leases import Running
 from workers.run_directory import DISK_FULL, DISK_FULL_FAILURE, IN_USE, INTERRUPTED, DamagedRunDirectory
 from workers.trainer_process import failure_of
@@ -48,6 +48,8 @@ def end_job(
     elif outcome is not None and (damage := _damage(running)) is not None:
         queue.fail(session, fence, Failure(code="run_damaged", message=damage, permanent=True))
     elif outcome is not None:
+        if outcome.replicas is None:  # each of these has steps of its own
+            ingest.forget_steps_after(session, fence, running.position, outcome.steps)
         queue.succeed(session, fence, outcome.model_dump(mode="json"))
     elif running.timed_out:
         message = "The job ran longer than its timeout_seconds: resume it to continue from its checkpoint."

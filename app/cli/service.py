@@ -4,6 +4,7 @@ import gc
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -147,6 +148,18 @@ def backup(
     without = "" if runs else "; without checkpoints and models (--runs copies them)"
     size = f"{taken.bytes / 2**20:.1f} MiB"
     typer.echo(f"{taken.folder}: {taken.jobs} jobs, {taken.files} files, {size}{without}")
+    _show_lost(taken.lost)
+
+
+def _show_lost(files: Sequence[str]) -> None:
+    """Says which files' contents were lost before a backup was taken."""
+    if files:
+        some = ", ".join(files[:5]) + (" …" if len(files) > 5 else "")
+        typer.echo(
+            f"Warning: the contents of {len(files)} files were missing in the data folder when the backup "
+            f"was taken, so jobs that train on them will fail: {some}",
+            err=True,
+        )
 
 
 @commands.command()
@@ -168,6 +181,7 @@ def restore(
     with held_exclusively(settings):
         restored = run(settings, folder)
     typer.echo(f"Restored {restored.jobs} jobs and {restored.files} files. Start Accrue with accrue up.")
+    _show_lost(restored.lost)
 
 
 @commands.command()

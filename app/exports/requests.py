@@ -146,7 +146,8 @@ def finish(session: Session, process: str, export_id: str, result: ExportResult)
 
 
 def release(session: Session, process: str, export_id: str) -> None:
-    """Returns a claimed export, which another process may then claim at once."""
+    """Returns a claimed export, which another process may then claim at once: under the same number of
+    attempts, so nothing of this one may be left. Does nothing if the process does not have it any more."""
     own = Export.id == export_id, Export.claimed_by == process, Export.status == "running"
     session.execute(
         update(Export).where(*own).values(status="queued", claimed_by=None, attempts=Export.attempts - 1)

@@ -271,7 +271,8 @@ def remove(session: Session, job_id: str) -> tuple[str, str | None]:
     parent_jobs.check_unneeded(session, job_id)
     with optional_part(session, "the counters of a job"):
         counters.add_to_stored(session, job_id)
-    file = session.get_one(File, job.file_id)
+    own_file = select(File).where(File.id == job.file_id)
+    file = session.execute(own_file, execution_options=OF_EVERYONE).scalar_one()  # an admin may own the job
     session.delete(job)
     session.flush()
     if not remove_steps(session, job_id):

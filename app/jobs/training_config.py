@@ -27,6 +27,8 @@ from app.contract.spec import (
 )
 from app.planning.learning_rate import DEFAULT_LEARNING_RATE, LORA_LEARNING_RATE
 
+LEAST_LEARNING_RATE, MOST_LEARNING_RATE = 1e-12, 100.0
+
 
 class TrainingConfig(Request):
     epochs: int | None = Field(None, ge=1, le=10_000, description="Default 3, where max_steps is not given")
@@ -43,8 +45,8 @@ class TrainingConfig(Request):
     objective_args: ObjectiveArguments = Field(default_factory=ObjectiveArguments)
     learning_rate: float = Field(
         DEFAULT_LEARNING_RATE,
-        ge=1e-12,
-        le=100,
+        ge=LEAST_LEARNING_RATE,
+        le=MOST_LEARNING_RATE,
         description="Peak learning rate. Default for full fine-tuning / adapters: sft and classification "
         "5e-5 / 2e-4; dpo, orpo, simpo and kto 1e-6 / 1e-5; reward 1e-5 / 1e-4",
     )

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from sqlalchemy import make_url, select
+from sqlalchemy import URL, make_url, select
 from sqlalchemy.exc import SQLAlchemyError
 
 from app.contract import regular_files
@@ -28,6 +28,10 @@ from app.storage.session import Session
 from app.storage.tables import Job
 
 _DATABASE = "accrue.db"
+_LOST = "lost-files.txt"
+"""Lists the files that the data folder lacked when the backup was taken."""
+_DATABASE_COPIES = 4
+"""How often the database is copied while files are being deleted."""
 _BESIDE = ("-wal", "-shm", "-journal")
 """Ends of the names of the files that SQLite keeps beside a database."""
 _FILE_ID = re.compile(r"file-[A-Za-z0-9]+")
@@ -41,6 +45,8 @@ class BackupSummary:
     jobs: int
     files: int
     bytes: int
+    lost: tuple[str, ...] = ()
+    """Files whose contents the data folder lacked already."""
 
 
 def take(settings: Settings, folder: Path, *, runs: bool) -> BackupSummary:
@@ -58,13 +64,12 @@ def take(settings: Settings, folder: Path, *, runs: bool) -> BackupSummary:
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(mode=0o700, parents=True)
     try:
-        _copy_database(source, partial / _DATABASE)
-        database = Database(f"sqlite:///{(partial / _DATABASE).absolute()}")
+        (partial / "files").mkdir(mode=0o700)
+        lost = _copy_database_and_files(source, settings.files_dir, partial)
+        database = Database(_url_of(partial / _DATABASE))
         with database.reading() as session:
             jobs = _jobs(session)
         database.close()
-        (partial / "files").mkdir(mode=0o700)
-        files = _copy_files(_named_files(partial / _DATABASE), settings.files_dir, partial / "files")
         if runs:
             for job_id in jobs:
                 _copy_run(settings.runs_dir / job_id, partial / "runs" / job_id)
@@ -74,7 +79,30 @@ def take(settings: Settings, folder: Path, *, runs: bool) -> BackupSummary:
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    return BackupSummary(folder, len(jobs), files, _size(folder))
+    files = sum(1 for _ in (folder / "files").iterdir())
+    return BackupSummary(folder, len(jobs), files, _size(folder), lost)
+
+
+def _copy_database_and_files(source: Path, files_dir: Path, target: Path) -> tuple[str, ...]:
+    """Copies the database and the files that it names. If a file is deleted meanwhile, the database is copied
+    again, so that it does not name the file any more.
+
+    Returns:
+        The files whose contents are lost: they are named, but do not exist. `_LOST` lists them, too.
+    """
+    copies, lost = target / "files", []
+    for _ in range(_DATABASE_COPIES):
+        _copy_database(source, target / _DATABASE)
+        named = _named_files(target / _DATABASE)
+        for unnamed in [each for each in copies.iterdir() if each.name not in named]:
+            unnamed.unlink()
+        new = {file_id: digest for file_id, digest in named.items() if not (copies / file_id).exists()}
+        _copy_files(new, files_dir, copies)
+        lost = [file_id for file_id in new if not (copies / file_id).exists()]
+        if not lost:
+            return ()
+    (target / _LOST).write_text("".join(f"{file_id}\n" for file_id in lost))
+    return tuple(lost)
 
 
 def restore(settings: Settings, folder: Path) -> BackupSummary:
@@ -106,8 +134,9 @@ def restore(settings: Settings, folder: Path) -> BackupSummary:
         )
     if link := next((path for path in folder.rglob("*") if path.is_symlink()), None):
         raise InvalidRequest(f"the backup contains a symbolic link, which accrue backup never writes: {link}")
+    lost = _lost_before(folder)
     missing = [file_id for file_id in named if not (folder / "files" / file_id).is_file()]
-    if missing:
+    if missing := [file_id for file_id in missing if file_id not in lost]:
         raise InvalidRequest(f"the backup lacks files that its jobs need: {', '.join(missing[:5])}")
     if special := next((path for path in folder.rglob("*") if not (path.is_file() or path.is_dir())), None):
         raise InvalidRequest(f"the backup contains something that is neither a file nor a folder: {special}")
@@ -117,7 +146,14 @@ def restore(settings: Settings, folder: Path) -> BackupSummary:
         if (folder / "runs").is_dir():
             shutil.copytree(folder / "runs", settings.runs_dir, symlinks=True, dirs_exist_ok=True)
         partial.rename(target)
-    return BackupSummary(folder, len(jobs), files, _size(folder))
+    return BackupSummary(folder, len(jobs), files, _size(folder), tuple(sorted(lost)))
+
+
+def _lost_before(folder: Path) -> set[str]:
+    """The files that were lost before a backup was taken."""
+    with contextlib.suppress(FileNotFoundError):
+        return set((folder / _LOST).read_text().split())
+    return set()
 
 
 @contextlib.contextmanager
@@ -131,7 +167,7 @@ def _migrated_copy(source: Path, target: Path) -> Iterator[tuple[Path, list[str]
     from alembic.util import CommandError
 
     partial = target.with_name(f".{target.name}.{os.getpid()}")
-    url = f"sqlite:///{partial.absolute()}"
+    url = _url_of(partial)
     try:
         try:
             _copy_database(source, partial)
@@ -163,16 +199,26 @@ def _sqlite_file(settings: Settings) -> Path:
     return Path(url.database)
 
 
+def _url_of(path: Path) -> str:
+    """SQLAlchemy's URL of an SQLite file."""
+    return URL.create("sqlite", database=str(path.absolute())).render_as_string(hide_password=False)
+
+
+def _opened(path: Path) -> sqlite3.Connection:
+    """An SQLite file, opened for reading."""
+    return sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
+
+
 def _named_files(path: Path) -> dict[str, str]:
     """The ids of the files that a database refers to, with the SHA-256 of their contents."""
-    with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as database:
+    with contextlib.closing(_opened(path)) as database:
         return dict(database.execute("SELECT id, sha256 FROM files"))
 
 
 def _what_is_wrong(path: Path) -> str | None:
     """The first problem that SQLite's integrity check finds, or None."""
     try:
-        with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as database:
+        with contextlib.closing(_opened(path)) as database:
             (answer,) = database.execute("PRAGMA integrity_check(1)").fetchone()
             database.execute("SELECT id, sha256 FROM files LIMIT 1")
     except sqlite3.DatabaseError as error:

@@ -1,6 +1,7 @@
 """The batch-size calculator: looks up what a request names, then runs the planner."""
 
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -39,6 +40,7 @@ from app.planning.train_jobs import TrainJob, TrainJobRecommendation, TrlJob
 from app.settings import Settings
 from app.storage.database import Database
 from app.storage.waits import WaitLimiter
+from app.web.concurrency import SlowWork
 
 _MAX_SIMULATED_CHANGES = 4
 """If a step does not fit, at most this many changes that might make it fit are simulated one after another,
@@ -53,12 +55,17 @@ async def calculate(
     request: Request, requested: BatchSizeRequest, settings: Settings, database: Database
 ) -> BatchSizeResponse:
     """Calculates in worker threads, and occupies none while it waits for a simulation."""
-    if requested.model_name is None:
-        return _from_figures(
-            requested, memory_limits(requested.max_memory_usage, requested.memory_safety_margin)
-        )
-    waits: WaitLimiter = request.app.state.waits
     key_id = request.state.caller.key_id
+
+    async def in_thread(work: Callable[[], BatchSizeResponse], *, is_slow: bool) -> BatchSizeResponse:
+        slow_work: SlowWork = request.app.state.slow_work
+        return await (slow_work.run(key_id, work) if is_slow else to_thread.run_sync(work))
+
+    if requested.model_name is None:
+        limits = memory_limits(requested.max_memory_usage, requested.memory_safety_margin)
+        calculated = partial(_from_figures, requested, limits)
+        return await in_thread(calculated, is_slow=(requested.num_gpus or 1) > _MANY_DEVICES)
+    waits: WaitLimiter = request.app.state.waits
     seconds = requested.wait_seconds if waits.has_place(key_id) else 0.0
     until = time.monotonic() + seconds
     looked_up = await to_thread.run_sync(_look_up, requested, settings, database)
@@ -67,7 +74,7 @@ async def calculate(
 
     async def answered() -> BatchSizeResponse:
         work = partial(_answered, looked_up, profile_warnings, database)
-        return await (request.app.state.slow_work.run(key_id, work) if is_slow else to_thread.run_sync(work))
+        return await in_thread(work, is_slow=is_slow)
 
     async def wait_for_profile(recipe: Recipe, sequence: int) -> list[str]:
         base = looked_up.base

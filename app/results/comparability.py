@@ -8,10 +8,10 @@ from app.storage.tables import Job
 
 _DECIDE_LOSS = {
     "model_name": "models",
-    "file_id": "training files",
+    "sha256": "training files",
     "max_length": "lengths",
     "validation": "held-out samples",
-    "objective": "objectives",
+    "objective": "objectives or their arguments",
 }
 
 
@@ -28,8 +28,9 @@ def _distinct(jobs: Iterable[Job], field: str) -> set[str]:
         spec, data = job.spec, job.spec["data"]
         own: Any = spec["model"]["name"] if field == "model_name" else data.get(field)
         if field == "objective":
-            own = (spec.get("objective") or {}).get("name")
-        if field == "validation" and own is not None and own["share"] is not None:
-            own = [own, spec["seed"]]  # the seed draws the samples that are held out
+            own = spec.get("objective")
+        if field == "validation" and own is not None:
+            seed = None if own["share"] is None else spec["seed"]  # which draws the samples that are held out
+            own = [{name: value for name, value in own.items() if name != "file_id"}, seed]
         found.add(json.dumps(own, sort_keys=True))
     return found

@@ -1,6 +1,7 @@
 """A job's log lines from the database."""
 
 from collections.abc import Iterator, Sequence
+from math import inf
 from typing import Any, NamedTuple
 
 from sqlalchemy import Connection, Row, Select, func, select
@@ -8,7 +9,7 @@ from sqlalchemy import Connection, Row, Select, func, select
 from app.contract.reports import LogLine
 from app.storage.database import Database
 from app.storage.session import Session
-from app.storage.tables import JobEvent, StepMetric
+from app.storage.tables import Job, JobEvent, StepMetric
 
 _NAMES = list(LogLine.model_fields)
 _COLUMNS = [getattr(StepMetric, name) for name in _NAMES]
@@ -64,8 +65,14 @@ def evaluations(
     query = select(JobEvent.type, JobEvent.data).where(JobEvent.job_id == job_id, of_evaluations)
     if steps is not None:
         query = query.where(JobEvent.data["step"].as_integer().in_(steps))
+    result = where.scalar(select(Job.result).where(Job.id == job_id))
+    last = inf  # earlier attempts may have gone further
+    if result is not None and result.get("replicas") is None:
+        last = result["steps"]
     found: dict[int, Evaluation] = {}
     for kind, data in where.execute(query.order_by(JobEvent.attempt, JobEvent.id)):
+        if data["step"] > last:
+            continue
         known = found.get(data["step"], Evaluation(None, None))
         if kind == "evaluation":
             names = ("token_accuracy", "exact_match", "rewards")

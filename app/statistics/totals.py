@@ -112,13 +112,18 @@ def _of_steps(connection: Connection, running: Filters) -> Select[Any]:
     ).where(StepMetric.job_id.in_(ids))  # fmt: skip
 
 
-def device_seconds(*, is_postgresql: bool) -> ColumnElement[Any]:
-    """The seconds of an attempt, multiplied by its number of devices."""
+def device_seconds(*, is_postgresql: bool, until: ColumnElement[float] | None = None) -> ColumnElement[Any]:
+    """The seconds of an attempt, multiplied by its number of devices.
+
+    Args:
+        until: the present, for attempts that are running; None: when it ended.
+    """
     if is_postgresql:
         ranks = func.jsonb_array_length(Attempt.plan["ranks"])
     else:
         ranks = func.json_array_length(Attempt.plan, "$.ranks")
-    return (Attempt.ended_at - Attempt.claimed_at) * func.coalesce(ranks, 1)
+    ended_at = Attempt.ended_at if until is None else until
+    return (ended_at - Attempt.claimed_at) * func.coalesce(ranks, 1)
 
 
 def _mean_final_loss(connection: Connection, jobs: Filters) -> float | None:

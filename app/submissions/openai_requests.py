@@ -9,6 +9,7 @@ from pydantic import ValidationError
 from app.errors import AccrueError, Unprocessable
 from app.jobs.openai_schemas import FineTuningRequest, Hyperparameters
 from app.jobs.request_schemas import TrainingRequest
+from app.jobs.training_config import LEAST_LEARNING_RATE, MOST_LEARNING_RATE
 from app.planning.inputs import PlanningInputs
 from app.planning.learning_rate import openai_base_rate
 from app.planning.recommendations import recommended_rate
@@ -44,19 +45,24 @@ def _check(requested: FineTuningRequest, inputs: PlanningInputs, settings: Setti
         base = requested.training_config.learning_rate
         if "learning_rate" not in requested.training_config.model_fields_set:
             base = openai_base_rate(spec.objective, adapters=spec.method.lora is not None)
-        training = native.training_config.model_copy(
-            update={"learning_rate": base * chosen.learning_rate_multiplier}
-        )
+        rate = base * chosen.learning_rate_multiplier
+        if not LEAST_LEARNING_RATE <= rate <= MOST_LEARNING_RATE:
+            raise Unprocessable(
+                f"This makes a learning rate of {rate:g}: it must be at least {LEAST_LEARNING_RATE:g} and at "
+                f"most {MOST_LEARNING_RATE:g}.",
+                field="hyperparameters.learning_rate_multiplier",
+            )
+        training = native.training_config.model_copy(update={"learning_rate": rate})
         native = native.model_copy(update={"training_config": training})
         checked = admission.check(native, inputs, settings, suffix=requested.suffix)
     elif spec.objective is None and _uses_recommended_rate(requested):
-        rate = recommended_rate(
+        recommended = recommended_rate(
             spec.model.architecture.parameters,
             spec.optimizer.name,
             spec.effective_batch_size,
             adapters=spec.method.lora is not None,
         )
-        training = native.training_config.model_copy(update={"learning_rate": rate.value})
+        training = native.training_config.model_copy(update={"learning_rate": recommended.value})
         native = native.model_copy(update={"training_config": training})
         checked = admission.check(native, inputs, settings, suffix=requested.suffix)
     return checked

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from sqlalchemy import bindparam, func, select
 
+from app.statistics.totals import device_seconds
 from app.storage.compiled import Prepared
 from app.storage.database import database_now
 from app.storage.session import Session
@@ -78,7 +79,7 @@ def _ended(dialect: str) -> Any:
 
 def _running(dialect: str) -> Any:
     owner = func.coalesce(Job.owner, NO_KEY).label("key_id")
-    seconds = func.sum((database_now() - Attempt.claimed_at) * Job.device_count)
+    seconds = func.sum(device_seconds(is_postgresql=dialect == "postgresql", until=database_now()))
     own = (Attempt.job_id == Job.id) & (Attempt.attempt == Job.attempt)
     return select(owner, seconds).join(Attempt, own).where(Job.status == "running").group_by(owner)
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from sqlalchemy import ColumnElement, Connection, Integer, and_, cast, func, literal_column, select
 
 from app.errors import NotFound, QuotaExceeded
+from app.statistics.totals import device_seconds
 from app.storage.compiled import Prepared
 from app.storage.database import database_now
 from app.storage.session import Session
@@ -75,13 +76,13 @@ def used_up(where: Session | Connection) -> tuple[str, ...]:
 
 
 def _used_up(dialect: str) -> Any:
-    now = database_now()
     first, following = _days_of_month(dialect)
     ended = select(func.coalesce(func.sum(Usage.device_seconds), 0.0)).where(
         Usage.owner == Key.id, Usage.day >= first, Usage.day < following
     )
+    seconds = device_seconds(is_postgresql=dialect == "postgresql", until=database_now())
     running = (
-        select(func.coalesce(func.sum((now - Attempt.claimed_at) * Job.device_count), 0.0))
+        select(func.coalesce(func.sum(seconds), 0.0))
         .join(Attempt, and_(Attempt.job_id == Job.id, Attempt.attempt == Job.attempt))
         .where(Job.status == "running", Job.owner == Key.id)
     )

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from app.cli import demo, demo_data
+from app.cli import demo_data
+from app.cli.demo import _make_empty, run
 from app.errors import InvalidRequest
 from app.results.charts import loss_curve
 
@@ -32,17 +33,17 @@ def test_a_folder_with_other_content_is_not_deleted(tmp_path: Path) -> None:
     mine.parent.mkdir()
     mine.write_text("x")
     with pytest.raises(InvalidRequest, match="choose a new folder"):
-        demo.run(mine.parent, 2)
+        run(mine.parent, 2)
     with pytest.raises(InvalidRequest, match="choose a new folder"):
-        demo.run(mine, 2)
+        run(mine, 2)
     assert mine.read_text() == "x"
 
 
 def test_an_earlier_demo_is_replaced(tmp_path: Path) -> None:
     folder = tmp_path / "demo"
-    demo._make_empty(folder)
+    _make_empty(folder)
     (folder / "old").touch()
-    demo._make_empty(folder)
+    _make_empty(folder)
     assert [each.name for each in folder.iterdir()] == [".accrue-demo"]
 
 

@@ -44,6 +44,25 @@ def test_what_is_no_character_is_not_held_back_for_long() -> None:
     assert "".join(found) == BYTES.decode([part] * 100)
 
 
+@pytest.mark.parametrize("count", [1, 40, 3000])
+@pytest.mark.parametrize("tokenizer", [BYTES, LEGACY], ids=["bytes", "legacy"])
+def test_tokens_without_text_are_not_decoded_again_and_again(
+    tokenizer: Any, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = (tokenizer(text, add_special_tokens=False).input_ids for text in ("one", " two"))
+    (special,) = tokenizer.convert_tokens_to_ids([tokenizer.eos_token])
+    tokens = [*first, *[special] * count, *second]
+    decode, decoded = tokenizer.decode, []
+
+    def counted(ids: list[int], **options: Any) -> Any:
+        decoded.append(len(ids))
+        return decode(ids, **options)
+
+    monkeypatch.setattr(type(tokenizer), "decode", lambda self, ids, **options: counted(ids, **options))
+    assert "".join(parts(tokenizer, tokens)[0]) == decode(tokens, skip_special_tokens=True)
+    assert max(decoded[:-1]) < 100
+
+
 def test_an_unfinished_character_comes_at_the_end() -> None:
     tokens = BYTES("a\N{SNOWMAN}", add_special_tokens=False).input_ids[:-1]
     assert "".join(parts(BYTES, tokens)[0]) == BYTES.decode(tokens)

@@ -7,9 +7,10 @@ import shutil
 import sqlite3
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
-from sqlalchemy import select
+from sqlalchemy import delete, select
 
 from app.datasets import content, files
 from app.errors import BadSetting, InvalidRequest
@@ -18,7 +19,7 @@ from app.maintenance import backup, doctor
 from app.maintenance.data_folder import DataFolder, held_by_worker, held_exclusively
 from app.settings import Settings
 from app.storage.database import Database
-from app.storage.tables import Job
+from app.storage.tables import File, Job
 from tests.harness.submissions import submitted
 
 pytestmark = pytest.mark.sqlite
@@ -86,6 +87,50 @@ def test_identical_files_share_one_copy_in_a_backup_and_after_a_restore(
     for folder in (settings.files_dir, taken.folder / "files", restored.files_dir):
         assert [path.stat().st_nlink for path in sorted(folder.iterdir())] == [2, 2, 1]
     assert (restored.files_dir / "file-1").read_text() == '{"text": "same"}\n'
+
+
+def stored_file(settings: Settings, database: Database, number: int) -> Path:
+    path = settings.files_dir / f"file-{number}"
+    path.write_text(json.dumps({"text": f"text {number}"}) + "\n")
+    checked = content.check(path, settings, "file")
+    with database.writing() as session:
+        files.add(session, path, checked, filename="f.jsonl", purpose="fine-tune", duplicate_id=None)
+    return path
+
+
+def test_a_file_that_is_deleted_during_a_backup_is_not_in_it(
+    settings: Settings, database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept, deleted = stored_file(settings, database, 1), stored_file(settings, database, 2)
+    copy = backup._copy_files
+
+    def deleting(*arguments: Any) -> int:
+        with database.writing() as session:
+            session.execute(delete(File).where(File.id == deleted.name))
+        deleted.unlink(missing_ok=True)
+        return copy(*arguments)
+
+    monkeypatch.setattr(backup, "_copy_files", deleting)
+    taken = backup.take(settings, tmp_path / "a #1%20?b", runs=False)  # what a URL would cut off
+    assert (taken.files, taken.lost) == (1, ())
+    restored = elsewhere(settings, tmp_path / "restored #1%20?b")
+    assert backup.restore(restored, taken.folder).files == 1
+    assert [path.name for path in restored.files_dir.iterdir()] == [kept.name]
+    assert not [path for path in tmp_path.iterdir() if path.name == ".a "]
+
+
+def test_a_file_that_was_lost_before_does_not_spoil_a_backup(
+    settings: Settings, database: Database, tmp_path: Path
+) -> None:
+    kept, lost = stored_file(settings, database, 1), stored_file(settings, database, 2)
+    lost.unlink()
+    taken = backup.take(settings, tmp_path / "backup", runs=False)
+    assert (taken.files, taken.lost) == (1, (lost.name,))
+    restored = backup.restore(elsewhere(settings, tmp_path / "restored"), taken.folder)
+    assert (restored.files, restored.lost) == (1, (lost.name,))
+    (taken.folder / "files" / kept.name).unlink()
+    with pytest.raises(InvalidRequest, match="lacks files"):
+        backup.restore(elsewhere(settings, tmp_path / "again"), taken.folder)
 
 
 def test_failed_backups_and_restores_report_the_reason(

@@ -79,9 +79,24 @@ def test_losses_that_measure_different_things_are_marked(database: Database) -> 
     with database.writing() as session:
         job = session.get_one(Job, other)
         job.spec = {**job.spec, "objective": {"name": "dpo"}}
+        again = session.get_one(Job, same)
+        again.spec = {**again.spec, "data": {**again.spec["data"], "file_id": "file-2"}}  # of equal content
     with database.reading() as session:
         assert compare(session, [one, same], 5).why_not_comparable is None
-        assert "objectives vary" in str(compare(session, [one, other], 5).why_not_comparable)
+        assert "objectives or their arguments vary" in str(
+            compare(session, [one, other], 5).why_not_comparable
+        )
+
+
+def test_losses_of_an_objective_with_other_arguments_are_marked(database: Database) -> None:
+    """The losses of KTO are multiplied by its weights, for example."""
+    jobs = [with_losses(database, [3.0, 2.0], samples=8) for _ in range(2)]
+    with database.writing() as session:
+        for job_id, weight in zip(jobs, (0.1, 10.0), strict=True):
+            job = session.get_one(Job, job_id)
+            job.spec = {**job.spec, "objective": {"name": "kto", "undesirable_weight": weight}}
+    with database.reading() as session:
+        assert "arguments vary" in str(compare(session, jobs, 5).why_not_comparable)
 
 
 def test_jobs_that_cannot_be_compared_are_rejected(database: Database) -> None:

@@ -174,6 +174,14 @@ def test_what_is_no_label_is_said_plainly(accrue: Service, label: Any, why: str)
     assert why in message
 
 
+@pytest.mark.parametrize("multiplier", [1e9, 1e-12])
+def test_a_learning_rate_out_of_range_is_refused(accrue: Service, multiplier: float) -> None:
+    chosen = {"learning_rate_multiplier": multiplier}
+    own = {"learning_rate": 1.0 if multiplier > 1 else 1e-6}
+    status, answer = accrue.openai_job(CHATS, hyperparameters=chosen, training_config=own)
+    assert (status, answer["error"]["param"]) == (400, "hyperparameters.learning_rate_multiplier")
+
+
 def test_openai_s_method_is_answered_as_it_was_sent(accrue: Service) -> None:
     chosen = {"beta": 0.2, "batch_size": 4, "n_epochs": 1, "learning_rate_multiplier": 0.7}
     status, job = accrue.openai_job(PAIRS, method={"type": "dpo", "dpo": {"hyperparameters": chosen}})

@@ -23,6 +23,7 @@ from workers.training import head as heads
 from workers.training.adapters import with_adapters
 from workers.training.batches import Groups, cut_window
 from workers.training.chunked_loss import ChunkedLoss
+from workers.training.direct_sums import Products
 from workers.training.gradients import InPlace, SeparateAccumulator
 from workers.training.load_balancing_loss import load_balancing_loss_of
 from workers.training.loss import TokenLoss
@@ -187,6 +188,7 @@ def test_the_chunked_loss_keeps_within_fp16s_range(heaviest: float) -> None:
             dtype,
             None,
             None,
+            Products(),
             (True, True, False),
         )
         (ChunkedLoss.apply(*arguments) / weights.sum()).backward()  # type: ignore[no-untyped-call]
@@ -206,7 +208,18 @@ def test_fp16_loss_and_gradients_are_zero_for_zero_weights_or_no_targets(count: 
     head, weight = heads.Head(layer, 1.0, None), layer.weight
     targets, weights = torch.zeros(count, dtype=torch.int64), torch.zeros(count)
     total = ChunkedLoss.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, None, targets, weights, 0.0, head, torch.float16, None, None, (True, True, False)
+        hidden,
+        weight,
+        None,
+        targets,
+        weights,
+        0.0,
+        head,
+        torch.float16,
+        None,
+        None,
+        Products(),
+        (True, True, False),
     )
     total.backward()
     assert total.item() == 0.0

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from app.contract.plan import FixedCount, FixedSize, TokenBudget
+from app.contract.spec import ValidationSpec
 from tests.harness.runs import create_run, events_of, log_of, small_data, until, write_texts
 from tests.harness.specs import make_schedule, make_spec
 from tests.harness.training import interrupted_at, raw_log, run_to_end, scale_losses, weights
@@ -351,6 +352,18 @@ def cool_down(run: RunDirectory) -> None:
 
 def kinds_of(run: RunDirectory) -> list[str]:
     return [event["type"] for event in events_of(run)] if run.events.exists() else []
+
+
+def test_stopping_a_run_keeps_a_model_that_has_not_changed_yet(tmp_path: Path) -> None:
+    """The first step of a warmup has the learning rate 0. The evaluation at the end leaves the request as it
+    is."""
+    share = ValidationSpec(file_id=None, sha256=None, format=None, share=0.2)
+    schedule = make_schedule(warmup_steps=10)
+    spec = make_spec(data=small_data(validation=share), max_steps=1000, schedule=schedule)
+    run = create_run(tmp_path / "run", spec)
+    run.request_finish()
+    assert run_to_end(run).steps == 1
+    assert [event["type"] for event in events_of(run)].count("stopped_early") == 1
 
 
 def test_stopping_a_run_saves_the_model_of_the_current_step(tmp_path: Path) -> None:

@@ -99,6 +99,20 @@ def test_each_attempt_of_a_job_counts_once(database: Database) -> None:
         assert used(database, team) == pytest.approx(expected, abs=0.01)
 
 
+def test_a_running_job_counts_the_devices_that_it_has_got(database: Database) -> None:
+    """A worker may give a job fewer devices than it has requested."""
+    team = key(database, hours=8.0)
+    of_key(database, team)
+    assert claim(database) is not None
+    with database.writing() as session:
+        session.execute(update(Job).values(device_count=4))
+        earlier = database_now() - 2.5 * HOUR
+        session.execute(update(Attempt).values(claimed_at=earlier, plan={"ranks": [{}]}))
+    assert_used_up(database)
+    with database.reading() as session:
+        assert records.running_seconds(session, [team])[team] == pytest.approx(2.5 * HOUR, abs=60)
+
+
 def test_usage_outlives_the_job(database: Database) -> None:
     team = key(database)
     run_for(database, team, 1.0)

@@ -10,7 +10,7 @@ from app.jobs import queue, transitions
 from app.jobs.responses import job_answer
 from app.jobs.transitions import Fence, LostJob
 from app.jobs.waiting import WaitingReasons
-from app.results.series import series
+from app.results.series import evaluations, series
 from app.statistics import totals
 from app.statistics.performance import of_job
 from app.storage.database import Database
@@ -20,7 +20,7 @@ from tests.harness.ingestion import read, read_once
 from tests.harness.log_lines import line
 from tests.harness.runs import create_run
 from tests.harness.submissions import submitted
-from workers.ingest import Position, ingest
+from workers.ingest import Position, forget_steps_after, ingest
 from workers.reporter import Reporter
 from workers.run_directory import RunDirectory
 
@@ -85,6 +85,26 @@ def test_the_later_attempt_s_step_is_kept(database: Database, run: RunDirectory,
         reporter.step(line(1, attempt=1, loss=0.1))
     read(database, run, fence)
     assert stored(database) == [(1, 2, 0.9), (2, 2, 0.7)]
+
+
+def test_steps_that_the_model_was_not_trained_with_are_forgotten(
+    database: Database, run: RunDirectory, fence: Fence
+) -> None:
+    """An earlier attempt made them, and the last one was stopped before them."""
+    with Reporter(run, 1) as reporter:
+        for step in range(1, 7):
+            reporter.step(line(step, loss=float(step)))
+            reporter.event("evaluation", "e", step=step, loss=float(step))
+    position = read(database, run, fence)
+    with database.writing() as session:
+        forget_steps_after(session, fence, position, 4)
+        queue.succeed(session, fence, {"steps": 4})
+    assert [step for step, _, _ in stored(database)] == [1, 2, 3, 4]
+    with database.reading() as session:
+        job = session.get_one(Job, fence.job_id)
+        assert (job.progress["step"], job.progress["loss"], job.progress["samples_seen"]) == (4, 4.0, 32)
+        assert of_job(session, job).final_loss == 4.0
+        assert [*evaluations(session, fence.job_id)] == [1, 2, 3, 4]
 
 
 def test_an_incomplete_line_is_read_later_and_a_broken_one_is_skipped(

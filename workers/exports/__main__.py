@@ -101,6 +101,8 @@ def _make(
     if result is not None:
         with database.writing() as session:
             kept = requests.finish(session, process, claimed.id, result)
+    if kept:  # so no other attempt goes on
+        _remove_other_attempts(folder)
     is_stored_elsewhere = settings.object_storage is not None
     if is_stored_elsewhere or not kept or result is None or result.error is not None:
         # each attempt has a folder of its own: another one may go on
@@ -113,9 +115,9 @@ def _make(
         if is_deleted:
             stored_files.remove_export(settings, claimed.job_id, claimed.id)
     if result is None:
+        with database.writing() as session:  # if the export still is this process's, which has to stop
+            requests.release(session, process, claimed.id)
         return
-    if kept and result.error is None and not is_stored_elsewhere:
-        _remove_other_attempts(folder)
     log.info("an export ended", export=claimed.id, job=claimed.job_id, error=result.error)
 
 
@@ -127,7 +129,8 @@ def _in_child(
     database: Database,
     stopped: Callable[[], bool],
 ) -> ExportResult | None:
-    """Runs the child to its end. Returns None if the export was deleted or released meanwhile."""
+    """Runs the child to its end. Returns None if the export is not wanted any more, or if this process has to
+    stop."""
     order = ExportOrder.model_validate(claimed.order)
     finding = background.begin(
         lambda: (
@@ -217,9 +220,9 @@ def _store(claimed: Claimed, folder: Path, settings: Settings) -> None:
 
 def _remove_other_attempts(folder: Path) -> None:
     """Removes what earlier attempts, which were killed, have left."""
-    for other in folder.parent.iterdir():
-        if other != folder:
-            remove_tree(other)
+    others = [each for each in folder.parent.iterdir() if each != folder] if folder.parent.is_dir() else []
+    for other in others:
+        remove_tree(other)
 
 
 def _started(task: ExportTask, settings: Settings) -> "subprocess.Popen[bytes]":
@@ -256,8 +259,6 @@ def _awaited(
     renewed = time.monotonic()
     while not is_done() and time.monotonic() < until:
         if stopped():
-            with database.writing() as session:
-                requests.release(session, process, claimed.id)
             return False
         if time.monotonic() - renewed >= requests.RENEWAL_SECONDS:
             with database.writing() as session:

@@ -6,6 +6,8 @@ from typing import Any
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 _CHARACTER_TOKENS = 8
 """No character has this many tokens: if so many end in an incomplete one, it is not waited for any longer."""
+_MOST_WITHOUT_TEXT = 32
+"""After so many tokens that gave no text, such as special ones, the first of them are forgotten."""
 
 
 class TextStream:
@@ -31,6 +33,9 @@ class TextStream:
         before = self._decoded(self._start, self._read)
         text = self._decoded(self._start, len(self._tokens))
         is_unfinished = text.endswith(_UNFINISHED) and len(self._tokens) - self._read < _CHARACTER_TOKENS
+        if len(text) <= len(before) and len(self._tokens) - self._read > _MOST_WITHOUT_TEXT:
+            del self._tokens[self._read : -_CHARACTER_TOKENS]  # they need not be decoded again and again
+            return ""
         if len(text) <= len(before) or is_unfinished:
             return ""
         self._start, self._read = self._read, len(self._tokens)

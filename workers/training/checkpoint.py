@@ -185,7 +185,9 @@ def _load(path: Path, parameters: Parameters, optimizer: torch.optim.Optimizer) 
     version = content.get("version", 1)
     found = from_json(content["state"], version)
     load_weights(path, parameters)
-    flat = {**load_file(path / "optimizer.safetensors"), **content["optimizer"]}
+    # copies, since the optimizer keeps what it gets, and the file, which is mapped, will be deleted
+    states = {name: own.clone() for name, own in load_file(path / "optimizer.safetensors").items()}
+    flat = {**states, **content["optimizer"]}
     names = parameter_names(parameters, optimizer)
     whole = _unflat_by_index(flat) if version == 1 else _unflat(flat, names)
     state = {place: _parts(parameters, names[place], own) for place, own in whole.items()}
@@ -310,12 +312,14 @@ def _retire(folder: Path) -> None:
     kept = (folder / BEST).read_text() if (folder / BEST).exists() else None
     for path in newest_first(folder)[KEPT:]:
         if kept is None or not path.name.startswith(kept):
-            shutil.rmtree(path)
+            hidden = path.with_name(f".{path.name}")  # on NFS, files that are open stay in it
+            shutil.rmtree(hidden, ignore_errors=True)
+            path.rename(hidden)
     _clear(folder)
 
 
 def _clear(folder: Path) -> None:
-    """Removes unfinished checkpoints."""
+    """Removes unfinished and retired checkpoints."""
     for partial in folder.glob(".step-*"):
         shutil.rmtree(partial, ignore_errors=True)
 

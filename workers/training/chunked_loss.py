@@ -6,10 +6,9 @@ from functools import cache
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from workers.training.direct_sums import sum_of
+from workers.training.direct_sums import Products, sum_of
 from workers.training.head import Head
 
 _FP16_GRADIENT_SCALE = 256.0
@@ -38,6 +37,7 @@ class ChunkedLoss(torch.autograd.Function):
         dtype: torch.dtype,
         factor: float | None,
         fused: Callable[..., Tensor] | None,
+        products: Products,
         wanted: tuple[bool, bool, bool],
     ) -> Tensor:
         wide = torch.promote_types(dtype, torch.float32)
@@ -46,14 +46,14 @@ class ChunkedLoss(torch.autograd.Function):
             heaviest = token_weights.abs().amax() if len(token_weights) else token_weights.new_ones(())
             heaviest = torch.where(heaviest > 0, heaviest, torch.ones_like(heaviest))
             token_weights = token_weights / heaviest  # so that none leaves fp16's range
-        gradients = _HeadGradients(hidden, weight, bias, wanted, head, dtype, factor)
+        gradients = _HeadGradients(hidden, weight, bias, wanted, head, dtype, factor, products)
         total = torch.zeros((), dtype=wide, device=hidden.device)
         rows = head.rows if fused is None else 2 * head.rows  # with logits in half the bytes
         for start in head.starts(len(hidden)) if fused is None else range(0, len(hidden), rows):
             part = slice(start, start + rows)
             states = hidden[part].to(dtype)
             own = None if token_weights is None else token_weights[part]
-            logits = F.linear(states, gradients.matrix, None if bias is None else bias.to(dtype))
+            logits = products.forward(states, gradients.matrix, None if bias is None else bias.to(dtype))
             if fused is not None:  # it leaves the errors in place of the logits
                 total += fused(
                     logits, targets[part], own,
@@ -86,7 +86,7 @@ class ChunkedLoss(torch.autograd.Function):
             for gradient, dtype in zip(ctx.gradients, ctx.dtypes, strict=True)
         ]
         ctx.gradients = None
-        return *found, None, None, None, None, None, None, None, None
+        return *found, None, None, None, None, None, None, None, None, None
 
 
 def _loss_and_error(
@@ -147,7 +147,9 @@ class _HeadGradients:
         head: Head,
         dtype: torch.dtype,
         factor: float | None,
+        products: Products,
     ) -> None:
+        self._products = products
         self._wide = torch.promote_types(dtype, torch.float32)
         self._dtype, self._head, self._factor = dtype, head, factor
         wants_hidden, wants_weight, wants_bias = wanted
@@ -173,7 +175,7 @@ class _HeadGradients:
     def add_rounded(self, part: slice, narrow: Tensor, states: Tensor, error: Tensor | None = None) -> None:
         """Adds a chunk whose error is already in the precision of products; `error` is it before that."""
         if self.to_hidden is not None:
-            self.to_hidden[part] = narrow @ self.matrix
+            self.to_hidden[part] = self._products.backward(narrow, self.matrix)
         if self._sums is not None:
             assert self._factor is not None
             if narrow.dtype == self._wide:

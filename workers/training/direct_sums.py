@@ -10,6 +10,7 @@ Gradients are the same up to rounding. The comparison before the first step (`ce
 reference without this module.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -25,20 +26,47 @@ LEAST_ELEMENTS = 2**16
 """Smaller weights are left to autograd: calling Python takes longer than adding them."""
 
 
+Shape = tuple[int, int]
+"""Of a weight: (outputs, inputs)."""
+
+
+class Products:
+    """Matrix products with a weight of shape (outputs, inputs), as PyTorch computes them."""
+
+    def suits(self, weight: Tensor) -> bool:
+        """Whether products with a weight are computed in another way than PyTorch does by itself."""
+        return False
+
+    def forward(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """rows · weightᵀ + bias, of shape (rows, outputs)."""
+        return F.linear(rows, weight, bias)
+
+    def backward(self, upper: Tensor, weight: Tensor) -> Tensor:
+        """upper · weight, of shape (rows, inputs)."""
+        return upper @ weight
+
+
 class DirectSums:
-    """The large weights of a model whose gradients are added directly, while a window is open.
+    """The large weights of a model whose gradients are added directly, while a window is open. Products with
+    large weights that are not trained can be computed by another library, too.
 
     Args:
         model: its trained weights are on a CPU, and nothing but `grad` holds their sums.
     """
 
     def __init__(self, model: nn.Module) -> None:
+        head_of: Any = getattr(model, "get_output_embeddings", lambda: None)
+        head = head_of()
+        self._of_head = set() if head is None else {id(each) for each in head.parameters()}
+        self.products = Products()
+        """Computes products with these weights."""
         self._forwards = [
-            (module, partial(forward, module))
+            (module, partial(forward, self, module))
             for module in model.modules()
             if (forward := _forward_of(module)) is not None
         ]
-        self._weights = {id(module.weight) for module, _ in self._forwards}
+        self._weights = {id(module.weight) for module, _ in self._forwards if module.weight.requires_grad}
+        self._replaced: list[tuple[nn.Module, Callable[..., Tensor]]] = []
         self.loss_factor: float | None = None
         """What the sum of the token losses is multiplied by in the open window; None: no window is open."""
         self._is_suspended = False
@@ -61,20 +89,43 @@ class DirectSums:
         if self._is_suspended:
             return
         if self.loss_factor is None:
-            for module, forward in self._forwards:
+            self._replaced = [(each, forward) for each, forward in self._forwards if self._computes(each)]
+            for module, forward in self._replaced:
                 module.forward = forward
         self.loss_factor = loss_factor
 
     def end(self) -> None:
         """Leaves gradients to autograd again."""
         if self.loss_factor is not None:
-            for module, _ in self._forwards:
+            for module, _ in self._replaced:
                 del module.forward
         self.loss_factor = None
+
+    def _computes(self, module: nn.Module) -> bool:
+        """Whether a layer's weight is trained, or its products are computed in another way."""
+        weight: Any = module.weight
+        is_suitable = not isinstance(module, nn.Embedding) and self.products.suits(_matrix_of(module))
+        return weight.requires_grad or is_suitable
+
+    def shapes(self) -> Counter[Shape]:
+        """How many weights of matrix products have each shape, without those that are the output head's."""
+        found: Counter[Shape] = Counter()
+        for module, _ in self._forwards:
+            if not isinstance(module, nn.Embedding) and id(module.weight) not in self._of_head:
+                outputs, inputs = _matrix_of(module).shape
+                found[outputs, inputs] += 1
+        return found
 
     def factor_for(self, weight: Tensor) -> float | None:
         """The loss factor, if the gradient of an output head's weight is to be added directly."""
         return self.loss_factor if id(weight) in self._weights else None
+
+
+def _matrix_of(module: nn.Module) -> Tensor:
+    """The weight of a layer that computes products, of shape (outputs, inputs)."""
+    weight: Any = module.weight
+    found: Tensor = weight if isinstance(module, nn.Linear) else weight.t()
+    return found
 
 
 def _forward_of(module: nn.Module) -> Callable[..., Tensor] | None:
@@ -84,8 +135,11 @@ def _forward_of(module: nn.Module) -> Callable[..., Tensor] | None:
         return None
     weight: Any = module.weight
     large = weight.numel() >= LEAST_ELEMENTS and weight.dtype in (torch.float32, torch.float64)
-    if not (isinstance(weight, nn.Parameter) and weight.requires_grad and large):
+    if not (isinstance(weight, nn.Parameter) and large):
         return None
+    if not weight.requires_grad:
+        is_alone = not any(each.requires_grad for each in module.parameters())
+        return _FORWARDS[kind] if is_alone and kind is not nn.Embedding else None
     if any(_has_hooks(parameter) for parameter in module.parameters()):  # they would not see the gradient
         return None
     if isinstance(module, nn.Embedding) and (
@@ -102,23 +156,27 @@ def _has_hooks(parameter: Any) -> bool:
 # The arguments below have the names that they have in the methods replaced, since callers may use the names.
 
 
-def _linear(module: nn.Linear, input: Tensor) -> Tensor:
+def _linear(sums: DirectSums, module: nn.Linear, input: Tensor) -> Tensor:
     if not _is_usable(input, module.weight):
         return nn.Linear.forward(module, input)
-    found: Tensor = _Product.apply(input, module.weight, module.bias, False)  # type: ignore[no-untyped-call]
-    return found
+    return _product(input, module, sums.products, is_transposed=False)
 
 
-def _conv1d(module: Any, x: Tensor) -> Tensor:
+def _conv1d(sums: DirectSums, module: Any, x: Tensor) -> Tensor:
     """GPT-2's layer, whose weight has the shape (inputs, outputs)."""
     if not _is_usable(x, module.weight):
         plain: Tensor = Conv1D.forward(module, x)
         return plain
-    found: Tensor = _Product.apply(x, module.weight, module.bias, True)  # type: ignore[no-untyped-call]
+    return _product(x, module, sums.products, is_transposed=True)
+
+
+def _product(given: Tensor, module: Any, products: Products, *, is_transposed: bool) -> Tensor:
+    kind = _Product if module.weight.requires_grad else _FrozenProduct
+    found: Tensor = kind.apply(given, module.weight, module.bias, is_transposed, products)  # type: ignore[no-untyped-call]
     return found
 
 
-def _embedding(module: nn.Embedding, input: Tensor) -> Tensor:
+def _embedding(sums: DirectSums, module: nn.Embedding, input: Tensor) -> Tensor:
     if not torch.is_grad_enabled():
         return nn.Embedding.forward(module, input)
     found: Tensor = _Lookup.apply(input, module.weight, module.padding_idx)  # type: ignore[no-untyped-call]
@@ -164,11 +222,14 @@ class _Product(torch.autograd.Function):
     """given · weightᵀ + bias, or given · weight + bias if the weight is transposed."""
 
     @staticmethod
-    def forward(ctx: Any, given: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
+    def forward(
+        ctx: Any, given: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, products: Products
+    ) -> Tensor:
         ctx.save_for_backward(given)
-        ctx.weight, ctx.bias, ctx.transposed = weight, bias, transposed
+        ctx.weight, ctx.bias, ctx.transposed, ctx.products = weight, bias, transposed, products
         rows = given.reshape(-1, given.shape[-1])
-        return _owned(F.linear(rows, weight.t() if transposed else weight, bias), given.shape[:-1])
+        found = products.forward(rows, weight.t() if transposed else weight, bias)
+        return _owned(found, given.shape[:-1])
 
     @staticmethod
     @once_differentiable
@@ -185,8 +246,29 @@ class _Product(torch.autograd.Function):
             bias.grad = own if bias.grad is None else bias.grad.add_(own)
         to_given = None
         if ctx.needs_input_grad[0]:
-            to_given = upper @ (weight.t() if ctx.transposed else weight)
-        return to_given, None, None, None
+            matrix = weight.t() if ctx.transposed else weight
+            to_given = ctx.products.backward(columns, matrix).view(given.shape)
+        return to_given, None, None, None, None
+
+
+class _FrozenProduct(torch.autograd.Function):
+    """`_Product` with a weight that is not trained: nothing but its gradient by the states is wanted."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, given: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, products: Products
+    ) -> Tensor:
+        ctx.matrix, ctx.products = weight.t() if transposed else weight, products
+        rows = given.reshape(-1, given.shape[-1])
+        return _owned(products.forward(rows, ctx.matrix, bias), given.shape[:-1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upper: Tensor) -> Any:
+        if not ctx.needs_input_grad[0]:
+            return None, None, None, None, None
+        rows = ctx.products.backward(upper.reshape(-1, upper.shape[-1]), ctx.matrix)
+        return rows.view(*upper.shape[:-1], -1), None, None, None, None
 
 
 class _Lookup(torch.autograd.Function):

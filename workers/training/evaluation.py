@@ -14,9 +14,9 @@ from workers.training.batch_loader import Indices, lay_out
 from workers.training.batches import BatchLayout, Groups, cut_window
 from workers.training.data import Samples
 from workers.training.distributed.group import ALONE, Group
-from workers.training.exceptions import InterruptionRequested
+from workers.training.exceptions import InterruptionRequested, OtherRankFailed
 from workers.training.objectives import MEASURED, Objective
-from workers.training.passes import share_of_rank
+from workers.training.passes import failing_together, share_of_rank
 from workers.training.replica import Replica
 from workers.training.state import RunState
 from workers.training.training_run import TrainingRun
@@ -100,17 +100,21 @@ def _of_whole_set(
 
     Args:
         passes: positions in `counted`, of which the first `own` are this rank's.
+
+    Raises:
+        OtherRankFailed: another rank could not do its part.
     """
     objective.tokens_factor = tokens_factor(samples, counted)
     objective.divergence = None
     if objective.spec.name != "kto":
         return
     total = torch.zeros(2, dtype=torch.float64, device=replica.device)
-    for number, each in enumerate(passes):
-        between()
-        batch = lay_out(samples, counted[each].tolist(), layout, mismatches=True)
-        found = replica.divergence(batch.to(replica.device))
-        total += found if number < own else 0.0
+    with failing_together(group, is_sharded=replica.is_sharded):
+        for number, each in enumerate(passes):
+            between()
+            batch = lay_out(samples, counted[each].tolist(), layout, mismatches=True)
+            found = replica.divergence(batch.to(replica.device))
+            total += found if number < own else 0.0
     objective.set_divergence(total if group.size == 1 else total.new_tensor(group.sum(total.tolist())))
 
 
@@ -136,6 +140,8 @@ def evaluated(training: TrainingRun) -> Evaluated:
             )
         except InterruptionRequested:
             interruption_requested = True
+        except OtherRankFailed:
+            pass  # that rank says below why
         except RuntimeError as error:
             if not device_errors.is_out_of_memory(error) or tokens == 1 or training.replica.is_sharded:
                 raise
@@ -174,5 +180,6 @@ def record(
         own.gained_loss, own.without_gain = loss, 0
     else:
         own.without_gain += 1
-    state.progress.stopped_early = early_stopping is not None and own.without_gain >= early_stopping.patience
+    if early_stopping is not None and own.without_gain >= early_stopping.patience:
+        state.progress.stopped_early = True
     return better

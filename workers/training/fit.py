@@ -237,8 +237,8 @@ def evaluate(training: TrainingRun) -> None:
         completions.at_evaluation(training)
     if better:
         save_checkpoint(training)
-    if state.progress.stopped_early:
-        own = state.evaluations
+    own, early_stopping = state.evaluations, training.assignment.spec.early_stopping
+    if early_stopping is not None and own.without_gain >= early_stopping.patience:
         training.reporter.event(
             "stopped_early",
             f"Stopped at step {state.step}: {own.without_gain} evaluations without enough improvement; the "
@@ -263,7 +263,7 @@ def save_checkpoint(training: TrainingRun) -> None:
     disk."""
     state, replica = training.state, training.replica
     if replica.loss_scale is not None:
-        state.loss_scale.value = replica.loss_scale.value
+        state.loss_scale.value = replica.loss_scale.settled
         state.loss_scale.good_windows = replica.loss_scale.good_windows
     content = checkpoint.collect(replica.parameters, replica.optimizer)
     if not training.group.leads:

@@ -20,7 +20,7 @@ from app.contract.objective import ObjectiveSpec
 from workers.training.attention import rows_known
 from workers.training.batches import MicroBatch, Scoring
 from workers.training.chunked_loss import ChunkedLoss, can_fuse
-from workers.training.direct_sums import DirectSums
+from workers.training.direct_sums import DirectSums, Products
 from workers.training.head import Head, backbone_of, head_error, head_of
 from workers.training.objectives import CORRECT, Objective
 from workers.training.score_head import PROBED_CLASSES, probe_layer, score_error, score_layer_of
@@ -293,6 +293,7 @@ class TokenLoss(nn.Module):
                 hidden, head.weight, head.bias, batch.targets, batch.weights, self._smoothing, head, dtype,
                 None if dtype == torch.float16 else factor,
                 fused,
+                Products() if self.direct is None or factor is None else self.direct.products,
                 tuple(
                     torch.is_grad_enabled() and tensor is not None and tensor.requires_grad
                     for tensor in (hidden, head.weight, head.bias)

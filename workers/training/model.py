@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedConfig
 
 from app.contract.model_reference import LoraSpec
 from app.contract.spec import MethodSpec, RunPrecision
@@ -116,15 +117,33 @@ def without_randomness(model: torch.nn.Module) -> Iterator[None]:
 
 
 def turn_dropout_off(model: torch.nn.Module) -> bool:
-    """Sets every dropout probability of a model to 0. Returns whether any was above 0."""
+    """Sets every dropout probability of a model to 0: of its layers, and of its configuration, which some
+    layers read in each pass. Returns whether any was above 0."""
     found = False
     for module in model.modules():
         for name, value in list(vars(module).items()):
-            is_probability = "dropout" in name or (name == "p" and isinstance(module, torch.nn.Dropout))
+            is_probability = "drop" in name or (name == "p" and isinstance(module, torch.nn.Dropout))
             if is_probability and isinstance(value, float) and value > 0.0:
                 setattr(module, name, 0.0)
                 found = True
+    for config in _configs_of(model):
+        for name, value in list(vars(config).items()):
+            if "drop" in name and isinstance(value, float) and value > 0.0:
+                setattr(config, name, 0.0)
+                found = True
     return found
+
+
+def _configs_of(model: torch.nn.Module) -> list[PreTrainedConfig]:
+    """The configurations of a model and its layers, with those inside of them."""
+    waiting = [each for module in model.modules() for each in vars(module).values()]
+    found: dict[int, PreTrainedConfig] = {}
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, PreTrainedConfig) and id(each) not in found:
+            found[id(each)] = each
+            waiting += vars(each).values()
+    return list(found.values())
 
 
 def _in_eval_mode(layer: torch.nn.Module, checkpoint: Any) -> Any:

@@ -1,7 +1,8 @@
 """How many forward passes each rank makes in a window, and the filler that it uses once its own micro-batches
 are used up."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -61,16 +62,32 @@ def observe_micro_batches(
         OtherRankFailed: another rank could not do its part.
         InterruptionRequested, RuntimeError: this rank could not.
     """
-    failure: Exception | None = None
     own = groups[group.rank]
-    try:
+    with failing_together(group, is_sharded=training.replica.is_sharded):
         for each in own:
             training.check_interruption()
             observe(window[each].tolist())
         for _ in range(passes_of_rank(training, groups) - len(own)):
             take_part(filler(training, window))
+
+
+@contextmanager
+def failing_together(group: Group, *, is_sharded: bool) -> Iterator[None]:
+    """Waits after the block until all ranks have ended theirs, so that none waits in vain for one whose block
+    failed.
+
+    Args:
+        is_sharded: ranks with parts of a model wait for each other in every pass, and cannot fail in turn.
+
+    Raises:
+        OtherRankFailed: another rank's block failed.
+        InterruptionRequested, RuntimeError: this rank's did.
+    """
+    failure: Exception | None = None
+    try:
+        yield
     except (InterruptionRequested, RuntimeError) as error:
-        if training.replica.is_sharded:
+        if is_sharded:
             raise
         failure = error
     (failed,) = group.any(failure is not None)

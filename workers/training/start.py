@@ -20,6 +20,7 @@ from workers.training.batch_loader import Loader
 from workers.training.batches import BatchLayout, Buckets
 from workers.training.budget import Budget
 from workers.training.checkpoint_writer import CheckpointWriter
+from workers.training.cpu_products import choose_products
 from workers.training.data import Prepared, Samples, held_out, of_shard, prepare
 from workers.training.device import device_of
 from workers.training.distributed.group import ALONE, Group
@@ -82,6 +83,8 @@ def start(
     choose_kernels(run, replica, loader, spec, reporter, group.rank)
     at_start = state.step == 0 and state.progress.micro_step == 0
     choose_lean_layers(replica, loader, spec, state.fallbacks, reporter, group, at_start=at_start)
+    rows = _usual_tokens(plan.ranks[group.rank], spec.effective_batch_size, loader)
+    choose_products(replica, loader, spec, state.fallbacks, reporter, rows, at_start=at_start)
     longest_row = choose_layout(
         run, replica, loader, assignment, state.fallbacks, reporter, group, _most_tokens(assignment)
     )
@@ -272,6 +275,13 @@ def _begin_objective(
         )
     if spec.objective.scores_sequences:
         check_scores(replica, loader)
+
+
+def _usual_tokens(rank: RankPlan, effective_batch: int, loader: Loader) -> int:
+    """Tokens of a micro-batch as planned; the whole batch's, if these are fewer."""
+    rule = rank.micro_batch_rule
+    planned = rule.tokens if isinstance(rule, TokenBudget) else rank.micro_batch_size * loader.longest
+    return max(1, min(planned, round(effective_batch * float(loader.samples.lengths.mean()))))
 
 
 def _most_tokens(assignment: Assignment) -> int:

@@ -88,7 +88,8 @@ def choose_layout(
         layouts = Layouts(loader.layout, padded)
         reason = _why_padded(replica, loader, layouts, most_tokens, most_samples(spec), fallbacks, group)
         is_used = reason is None and _use_if_right(kernel, replica, loader, reporter)
-    fallbacks.unpadded = is_used
+    if not on_gpu:  # where the comparison is repeated by every attempt
+        fallbacks.unpadded = is_used
     if is_used:
         reporter.event(
             "unpadded", "Samples are not padded: attention is computed for each sample on its own.", used=True

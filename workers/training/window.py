@@ -52,6 +52,12 @@ class LossScale:
     _before: float | None = None
     """The loss scale at which the current window first overflowed."""
 
+    @property
+    def settled(self) -> float:
+        """The scale at which the current window began, which a checkpoint keeps: after a resume, the whole
+        window runs again."""
+        return self._before or self.value
+
     def overflowed(self) -> None:
         self._before = self._before or self.value
         self.value = max(self.smallest, self.value / 2)
