@@ -83,6 +83,7 @@ def _used_up(dialect: str) -> Any:
     seconds = device_seconds(is_postgresql=dialect == "postgresql", until=database_now())
     running = (
         select(func.coalesce(func.sum(seconds), 0.0))
+        .select_from(Job)
         .join(Attempt, and_(Attempt.job_id == Job.id, Attempt.attempt == Job.attempt))
         .where(Job.status == "running", Job.owner == Key.id)
     )

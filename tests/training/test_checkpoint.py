@@ -75,6 +75,14 @@ def test_a_checkpoint_restores_weights_moments_and_state(tmp_path: Path) -> None
     assert torch.equal(model.weight, other.weight)
 
 
+def test_restored_states_do_not_depend_on_the_checkpoint_s_file(tmp_path: Path) -> None:
+    """It is mapped while it is read; on NFS, a folder with a mapped file cannot be removed."""
+    saved_at(tmp_path, 3)
+    kept = trained(seed=1)
+    restore(tmp_path, *kept)
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+
+
 def test_restore_returns_none_without_a_checkpoint(tmp_path: Path) -> None:
     assert restore(tmp_path / "none", *trained()) == (None, [])
 

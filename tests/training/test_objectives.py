@@ -19,6 +19,7 @@ from app.contract.model_reference import LoraSpec
 from app.contract.objective import OtherObjectiveName
 from app.contract.plan import FixedCount
 from app.contract.spec import MethodSpec, Strategy
+from tests.harness.any_family import make_any, small_config
 from tests.harness.preferences import (
     CLASSES,
     OBJECTIVES,
@@ -39,6 +40,7 @@ from tests.harness.training import finished, interrupted_at, raw_log, run_to_end
 from workers.training.batches import BatchLayout, Groups, cut_window
 from workers.training.data import Samples, prepare
 from workers.training.exceptions import CannotTrain
+from workers.training.model import turn_dropout_off
 from workers.training.objectives import log1mexp
 from workers.training.replica import Replica
 from workers.training.tiny_gpt2 import make_tokenizer
@@ -354,3 +356,28 @@ def test_a_reference_that_is_not_a_number_ends_the_job(
     monkeypatch.setattr(Replica, "scores", lambda self, batch: honest(self, batch) * float("nan"))
     with pytest.raises(CannotTrain, match="infinite or not a number"):
         run_to_end(preference_run(tmp_path, "dpo"))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("falcon", {"hidden_dropout": 0.5, "attention_dropout": 0.5}),
+        ("opt", {"dropout": 0.5, "layerdrop": 0.5}),
+    ],
+)
+def test_dropout_that_a_layer_reads_from_the_configuration_is_turned_off(
+    family: str, changes: dict[str, float]
+) -> None:
+    config = small_config(family)
+    for name, value in changes.items():
+        setattr(config, name, value)
+    model, ids = make_any(config).train(), torch.randint(5, 50, (2, 12))
+
+    def logits() -> torch.Tensor:
+        found: torch.Tensor = model(input_ids=ids).logits
+        return found
+
+    assert not torch.equal(logits(), logits())
+    assert turn_dropout_off(model)
+    assert torch.equal(logits(), logits())
+    assert not turn_dropout_off(model)

@@ -34,7 +34,8 @@ from workers.training.decision import Verdict
 from workers.training.distributed import rank_launcher
 from workers.training.distributed.group import Group
 from workers.training.distributed.partition import partition, partition_by_length
-from workers.training.exceptions import CannotTrain
+from workers.training.exceptions import CannotTrain, InterruptionRequested, OtherRankFailed
+from workers.training.passes import failing_together
 from workers.training.state import LearnedBudget, RunState
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
@@ -81,6 +82,27 @@ def abort(group: Group, marker: Path | None) -> tuple[bool, ...]:
             marker.touch()
         os.abort()
     return group.any(False)
+
+
+def fail_on_one(group: Group, failing: int | None) -> tuple[str, list[float]]:
+    """A pass over a rank's own micro-batches, which one rank does not complete, and a sum over ranks after "
+    "it."""
+    ended = "complete"
+    try:
+        with failing_together(group, is_sharded=False):
+            if group.rank == failing:
+                raise InterruptionRequested
+    except InterruptionRequested:
+        ended = "interrupted"
+    except OtherRankFailed:
+        ended = "told"
+    return ended, group.sum([1.0])
+
+
+@pytest.mark.thorough
+def test_no_rank_goes_on_alone_after_a_pass_that_another_did_not_complete(ranks: Ranks) -> None:
+    assert ranks.run(3, fail_on_one, None) == [("complete", [3.0])] * 3
+    assert ranks.run(3, fail_on_one, 1) == [("told", [3.0]), ("interrupted", [3.0]), ("told", [3.0])]
 
 
 @pytest.mark.thorough
