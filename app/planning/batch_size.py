@@ -40,7 +40,6 @@ from app.planning.train_jobs import TrainJob, TrainJobRecommendation, TrlJob
 from app.settings import Settings
 from app.storage.database import Database
 from app.storage.waits import WaitLimiter
-from app.web.concurrency import SlowWork
 
 _MAX_SIMULATED_CHANGES = 4
 """If a step does not fit, at most this many changes that might make it fit are simulated one after another,
@@ -58,8 +57,11 @@ async def calculate(
     key_id = request.state.caller.key_id
 
     async def in_thread(work: Callable[[], BatchSizeResponse], *, is_slow: bool) -> BatchSizeResponse:
-        slow_work: SlowWork = request.app.state.slow_work
-        return await (slow_work.run(key_id, work) if is_slow else to_thread.run_sync(work))
+        slow_work = request.app.state.slow_work
+        found: BatchSizeResponse = await (
+            slow_work.run(key_id, work) if is_slow else to_thread.run_sync(work)
+        )
+        return found
 
     if requested.model_name is None:
         limits = memory_limits(requested.max_memory_usage, requested.memory_safety_margin)

@@ -11,7 +11,7 @@ _DECIDE_LOSS = {
     "sha256": "training files",
     "max_length": "lengths",
     "validation": "held-out samples",
-    "objective": "objectives or their arguments",
+    "objective": "objectives",
 }
 
 

@@ -68,7 +68,7 @@ def evaluations(
     result = where.scalar(select(Job.result).where(Job.id == job_id))
     last = inf  # earlier attempts may have gone further
     if result is not None and result.get("replicas") is None:
-        last = result["steps"]
+        last = result.get("steps", inf)
     found: dict[int, Evaluation] = {}
     for kind, data in where.execute(query.order_by(JobEvent.attempt, JobEvent.id)):
         if data["step"] > last:

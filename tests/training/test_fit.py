@@ -358,7 +358,7 @@ def test_stopping_a_run_keeps_a_model_that_has_not_changed_yet(tmp_path: Path) -
     """The first step of a warmup has the learning rate 0. The evaluation at the end leaves the request as it
     is."""
     share = ValidationSpec(file_id=None, sha256=None, format=None, share=0.2)
-    schedule = make_schedule(warmup_steps=10)
+    schedule = make_schedule("linear", warmup_steps=10)
     spec = make_spec(data=small_data(validation=share), max_steps=1000, schedule=schedule)
     run = create_run(tmp_path / "run", spec)
     run.request_finish()

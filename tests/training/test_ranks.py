@@ -85,8 +85,7 @@ def abort(group: Group, marker: Path | None) -> tuple[bool, ...]:
 
 
 def fail_on_one(group: Group, failing: int | None) -> tuple[str, list[float]]:
-    """A pass over a rank's own micro-batches, which one rank does not complete, and a sum over ranks after "
-    "it."""
+    """A pass over a rank's own micro-batches, which one rank does not complete, and a sum over ranks."""
     ended = "complete"
     try:
         with failing_together(group, is_sharded=False):

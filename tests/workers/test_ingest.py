@@ -103,7 +103,7 @@ def test_steps_that_the_model_was_not_trained_with_are_forgotten(
     with database.reading() as session:
         job = session.get_one(Job, fence.job_id)
         assert (job.progress["step"], job.progress["loss"], job.progress["samples_seen"]) == (4, 4.0, 32)
-        assert of_job(session, job).final_loss == 4.0
+        assert of_job(session, job).stats.final_loss == 4.0
         assert [*evaluations(session, fence.job_id)] == [1, 2, 3, 4]
 
 

@@ -130,7 +130,7 @@ def test_a_job_succeeds_only_once_its_files_are_stored(
 ) -> None:
     monkeypatch.setattr(job_measurements, "store_run", lambda *_: None)
     fence, running = begun(start, database)
-    outcome = Outcome.model_construct()
+    outcome = Outcome.model_construct(steps=0)
     monkeypatch.setattr(RunDirectory, "outcome", lambda self: outcome)
     running.upload = SimpleNamespace(failed_because=failed)  # type: ignore[assignment]
     with database.writing() as session:
@@ -144,7 +144,7 @@ def test_a_job_that_left_a_link_in_place_of_a_folder_fails(
 ) -> None:
     monkeypatch.setattr(job_measurements, "store_run", lambda *_: None)
     fence, running = begun(start, database)
-    monkeypatch.setattr(RunDirectory, "outcome", lambda self: Outcome.model_construct())
+    monkeypatch.setattr(RunDirectory, "outcome", lambda self: Outcome.model_construct(steps=0))
     running.run.path.mkdir(parents=True, exist_ok=True)
     (running.run.path / place).symlink_to(machine.data_dir)
     with database.writing() as session:
