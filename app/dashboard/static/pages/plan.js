@@ -275,7 +275,7 @@ function makeInputs(chosen) {
     steps: whole("steps"),
     file: h("select", {}),
     objective: select(
-      [["", "auto: from the data"], ["sft", "sft: supervised"], "dpo", "orpo", "simpo", "kto", "reward", "classification"],
+      [["", "auto"], ["sft", "sft: supervised"], "dpo", "orpo", "simpo", "kto", "reward", "classification"],
       at("objective"),
     ),
     epochs: whole("epochs"),
