@@ -9,6 +9,7 @@ kernels. What is chosen depends only on the processor, the model and the plan, s
 same bits.
 """
 
+import os
 from collections import Counter
 from pathlib import Path
 
@@ -26,6 +27,17 @@ from workers.training.state import Fallbacks
 _LEAST_WORK = 1.5e9
 """Multiplications of a micro-batch with all weights of a shape, from which the gain in time, about 5 %, is
 larger than the time to make code for another number of rows."""
+
+
+_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+"""Variables that oneDNN and PyTorch read when oneDNN is first used: for how many sizes of products they keep
+code and workspace, about a megabyte each. By default, for 1,024."""
+
+_KEPT = 16
+"""Enough for the sizes of one micro-batch, which its layers share: the next has other ones."""
+
+_MOST_SHAPES = _KEPT // 2
+"""Each shape has a product in the forward pass and one in the backward pass."""
 
 
 class OneDnnProducts(Products):
@@ -86,6 +98,8 @@ def choose_products(
         shapes = frozenset((outputs, inputs) for outputs, inputs in fallbacks.onednn_shapes)
     if not shapes:
         return
+    for variable in _CACHES:
+        os.environ.setdefault(variable, str(_KEPT))
     kernels = OneDnn(direct, shapes)
     if at_start:
         use_if_it_agrees(kernels, replica, loader, reporter)
@@ -96,15 +110,15 @@ def choose_products(
 
 
 def suitable_shapes(shapes: Counter[Shape], rows: int) -> frozenset[Shape]:
-    """The shapes of weights whose products are faster by oneDNN.
+    """The shapes of weights whose products are faster by oneDNN, at most `_MOST_SHAPES`.
 
     Args:
         shapes: how many weights have each shape.
         rows: of a product.
     """
-    return frozenset(
-        shape for shape, count in shapes.items() if count * rows * shape[0] * shape[1] >= _LEAST_WORK
-    )
+    work = {(outputs, inputs): count * rows * outputs * inputs for (outputs, inputs), count in shapes.items()}
+    most = sorted(work, key=lambda shape: work[shape], reverse=True)[:_MOST_SHAPES]
+    return frozenset(shape for shape in most if work[shape] >= _LEAST_WORK)
 
 
 def _mkl_is_slow() -> bool:
