@@ -75,8 +75,12 @@ def _make_empty(folder: Path) -> None:
         raise InvalidRequest(
             f"{folder} has content that is not an earlier demo's: choose a new folder with --folder"
         )
-    shutil.rmtree(folder.resolve(), ignore_errors=True)
-    folder.resolve().mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    for each in folder.iterdir():  # it may be the folder in which this process works
+        if each.is_dir() and not each.is_symlink():
+            shutil.rmtree(each)
+        else:
+            each.unlink()
     mark.touch()
 
 

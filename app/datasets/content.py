@@ -56,7 +56,7 @@ def store_upload(
             if written > settings.max_file_bytes:
                 raise TooLarge(
                     f"The file is larger than {settings.max_file_bytes} bytes (ACCRUE_MAX_FILE_BYTES): "
-                    f"divide it, or ask the administrator of this service to raise the limit.",
+                    "divide it, or ask the administrator of this service to raise the limit.",
                     field="file",
                 )
             target.write(block)

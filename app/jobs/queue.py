@@ -310,8 +310,8 @@ def crash(session: Session, fence: Fence, failure: Failure) -> None:
         last = Failure(
             code=failure.code,
             message=f"The trainer crashed {MAX_FAILURES} times without a new checkpoint, last with: "
-            f"{failure.message}. Its output, with the traceback, is in the job's trainer.log, in the "
-            "service's data folder",
+            f"{failure.message.rstrip('.')}. What it printed is in trainer.log, in the job's run directory "
+            "in the service's data folder",
             permanent=True,
         )
         fail(session, fence, last)

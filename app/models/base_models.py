@@ -144,7 +144,7 @@ def read_folder(name: str, folder: Path) -> PlannableModel:
     if content is None:
         raise Unprocessable(
             f"The model {name} has no config.json, which describes it: transformers writes "
-            f"one beside the weights.",
+            "one beside the weights.",
             field="model_name",
         )
     return _read(name, _parse(name, content))

@@ -50,6 +50,10 @@ _MANY_DEVICES = 16
 """Calculations for more devices count as slow requests: they take up to a second."""
 
 
+def _count_devices(requested: BatchSizeRequest) -> int:
+    return max(requested.num_gpus or 1, len(requested.gpus or ()), len(requested.gpu_ids or ()))
+
+
 async def calculate(
     request: Request, requested: BatchSizeRequest, settings: Settings, database: Database
 ) -> BatchSizeResponse:
@@ -66,7 +70,7 @@ async def calculate(
     if requested.model_name is None:
         limits = memory_limits(requested.max_memory_usage, requested.memory_safety_margin)
         calculated = partial(_from_figures, requested, limits)
-        return await in_thread(calculated, is_slow=(requested.num_gpus or 1) > _MANY_DEVICES)
+        return await in_thread(calculated, is_slow=_count_devices(requested) > _MANY_DEVICES)
     waits: WaitLimiter = request.app.state.waits
     seconds = requested.wait_seconds if waits.has_place(key_id) else 0.0
     until = time.monotonic() + seconds

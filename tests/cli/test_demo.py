@@ -39,11 +39,13 @@ def test_a_folder_with_other_content_is_not_deleted(tmp_path: Path) -> None:
     assert mine.read_text() == "x"
 
 
-def test_an_earlier_demo_is_replaced(tmp_path: Path) -> None:
+def test_an_earlier_demo_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "demo"
     _make_empty(folder)
     (folder / "old").touch()
-    _make_empty(folder)
+    monkeypatch.chdir(folder)
+    _make_empty(Path())
+    assert Path.cwd() == folder
     assert [each.name for each in folder.iterdir()] == [".accrue-demo"]
 
 

@@ -68,9 +68,10 @@ class Layers(nn.Module):
 
 
 @pytest.mark.parametrize("are_trained", [True, False])
-def test_the_gradient_is_that_of_autograd(are_trained: bool) -> None:
+@pytest.mark.parametrize("samples", [2, 0])
+def test_the_gradient_is_that_of_autograd(are_trained: bool, samples: int) -> None:
     torch.manual_seed(0)
-    layers, states = Layers(are_trained=are_trained), torch.randn(2, 3, 6)
+    layers, states = Layers(are_trained=are_trained), torch.randn(samples, 3, 6)
     found = []
     for shapes in (frozenset(), frozenset([(8, 6), (6, 8)])):
         direct = DirectSums(layers)
@@ -157,6 +158,22 @@ def test_a_job_uses_it_and_trains_the_same_up_to_rounding(
     for one, other in zip(*logs, strict=True):
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
         assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
+
+
+def test_a_job_resumes_where_there_is_no_onednn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, products: list[torch.Size]
+) -> None:
+    spec = make_spec(data=small_data(), kernels="auto", max_steps=6)
+    run = lay_any(tmp_path / "run", "llama", spec)
+    interrupted_at(run, 9)
+    assert products
+
+    def missing(*_: object) -> torch.Tensor:
+        raise AttributeError("mkldnn has no _linear_pointwise")
+
+    monkeypatch.setattr(cpu_products, "_product", missing)
+    run_to_end(lay_any(tmp_path / "run", "llama", spec, attempt=2))
+    assert len(raw_log(run)) == 6
 
 
 def test_a_resumed_job_does_as_before(

@@ -40,7 +40,7 @@ from tests.harness.training import finished, interrupted_at, raw_log, run_to_end
 from workers.training.batches import BatchLayout, Groups, cut_window
 from workers.training.data import Samples, prepare
 from workers.training.exceptions import CannotTrain
-from workers.training.model import turn_dropout_off
+from workers.training.model import _restore_dropout, turn_dropout_off
 from workers.training.objectives import log1mexp
 from workers.training.replica import Replica
 from workers.training.tiny_gpt2 import make_tokenizer
@@ -381,3 +381,18 @@ def test_dropout_that_a_layer_reads_from_the_configuration_is_turned_off(
     assert turn_dropout_off(model)
     assert torch.equal(logits(), logits())
     assert not turn_dropout_off(model)
+    _restore_dropout(model)
+    assert {name: getattr(model.config, name) for name in changes} == changes
+    assert "accrue" not in str(model.config.to_dict())
+
+
+def test_a_model_without_dropout_is_left_as_it_is() -> None:
+    """GPT-2's configuration also has the dropout of a head that a language model does not have."""
+    config = small_config("gpt2")
+    config.summary_first_dropout = 0.1
+    for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop"):
+        setattr(config, name, 0.0)
+    model = make_any(config)
+    assert model.config.summary_first_dropout > 0
+    assert not turn_dropout_off(model)
+    assert model.config.summary_first_dropout > 0

@@ -153,12 +153,13 @@ class _HeadGradients:
         self._wide = torch.promote_types(dtype, torch.float32)
         self._dtype, self._head, self._factor = dtype, head, factor
         wants_hidden, wants_weight, wants_bias = wanted
-        self.matrix = weight.to(dtype)
         self.to_hidden = torch.empty_like(hidden) if wants_hidden else None
         is_own = wants_weight and factor is None
         self.to_weight = torch.zeros_like(weight, dtype=self._wide) if is_own else None
         self._sums = sum_of(weight) if wants_weight and factor is not None else None
         self.to_bias = torch.zeros_like(bias, dtype=self._wide) if wants_bias and bias is not None else None
+        # the last, since it is freed first: a GPU's allocator then has no gap where it was
+        self.matrix = weight.to(dtype)
 
     def add(self, part: slice, error: Tensor, states: Tensor) -> None:
         """Adds a chunk.

@@ -5,8 +5,8 @@ includes as well, is faster on those of AMD, but makes code for each number of r
 millisecond. So it pays off for weights that are large, or many of the same shape (CONTRIBUTING.md).
 
 Both libraries give the same up to rounding, and the gradient is compared before the first step, as for other
-kernels. What is chosen depends only on the processor, the model and the plan, so that the same job gives the
-same bits.
+kernels. What is chosen depends only on the processor, the model, the data and the plan, so that the same job
+gives the same bits.
 """
 
 import os
@@ -100,6 +100,8 @@ def choose_products(
         return
     for variable in _CACHES:
         os.environ.setdefault(variable, str(_KEPT))
+    if not _is_available():
+        return
     kernels = OneDnn(direct, shapes)
     if at_start:
         use_if_it_agrees(kernels, replica, loader, reporter)
@@ -121,17 +123,22 @@ def suitable_shapes(shapes: Counter[Shape], rows: int) -> frozenset[Shape]:
     return frozenset(shape for shape in most if work[shape] >= _LEAST_WORK)
 
 
+def _is_available() -> bool:
+    """Whether this build of PyTorch has oneDNN's products. A run may have begun on another machine."""
+    one = torch.ones(2, 2)
+    try:
+        return torch.equal(_product(one, one, None), one @ one)
+    except (AttributeError, RuntimeError):
+        return False
+
+
 def _mkl_is_slow() -> bool:
     """Whether PyTorch computes products by MKL, on a processor of AMD."""
     try:
         processor = Path("/proc/cpuinfo").read_text()
     except OSError:  # another system than Linux
         return False
-    return (
-        "AuthenticAMD" in processor
-        and torch.backends.mkl.is_available()
-        and torch.backends.mkldnn.is_available()
-    )
+    return torch.backends.mkl.is_available() and "AuthenticAMD" in processor
 
 
 def _product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -268,7 +268,7 @@ class _FrozenProduct(torch.autograd.Function):
         if not ctx.needs_input_grad[0]:
             return None, None, None, None, None
         rows = ctx.products.backward(upper.reshape(-1, upper.shape[-1]), ctx.matrix)
-        return rows.view(*upper.shape[:-1], -1), None, None, None, None
+        return rows.view(*upper.shape[:-1], ctx.matrix.shape[1]), None, None, None, None
 
 
 class _Lookup(torch.autograd.Function):

@@ -94,8 +94,8 @@ def apply(training: TrainingRun, tuning: Tuning) -> None:
     training.reporter.event(
         "tuned",
         f"From now on, micro-batches have at most {tuning.token_budget} tokens{speed}; before, {before}. Of "
-        f"the {len(tuning.tried)} sizes measured on {tuning.samples} samples, this is the smallest within 3 "
-        f"% of the fastest.",
+        f"the {len(tuning.tried)} sizes measured on {tuning.samples} samples, this is the smallest within "
+        "3 % of the fastest.",
         **tuning.model_dump(mode="json"),
     )
 

@@ -7,7 +7,8 @@ gradient stays the same.
   version is faster for all rows.
 - PyTorch's own flash attention does so too, where there is no other (varlen_attention.py).
 - Accrue's own kernel computes the cross-entropy in bf16 (fused_cross_entropy.py), where Triton is installed.
-- On a CPU, norms and rotary embeddings have backward passes of their own (lean_layers.py).
+- On a CPU, norms and rotary embeddings have backward passes of their own (lean_layers.py), and on processors
+  of AMD, oneDNN computes large products (cpu_products.py).
 
 Before the first step of every attempt (on a CPU, of the first attempt), the gradient of two samples is
 computed with the kernels and without them. Those that change it by more than rounding, or that fail, are not
@@ -353,7 +354,7 @@ def use_if_it_agrees(kernels: Kernels, replica: Replica, loader: Loader, reporte
         reporter.event("kernels", message, package=kernels.name, gradient_error=known, used=True)
         return
     _quietly(kernels.switch_off)
-    message = f"{kernels.name} not used: {why}."
+    message = f"{kernels.name[:1].upper()}{kernels.name[1:]} is not used: {why}."
     # kernels of a package that somebody installed are missed; Accrue's own were not requested
     level: Literal["info", "warning"] = "warning" if kernels.is_installed else "info"
     reporter.event("kernels", message, level, package=kernels.name, gradient_error=known, used=False)

@@ -118,7 +118,7 @@ def without_randomness(model: torch.nn.Module) -> Iterator[None]:
 
 def turn_dropout_off(model: torch.nn.Module) -> bool:
     """Sets every dropout probability of a model to 0: of its layers, and of its configuration, which some
-    layers read in each pass. Returns whether any was above 0."""
+    layers read in each pass; `save` restores the configuration. Returns whether any was above 0."""
     found = False
     for module in model.modules():
         for name, value in list(vars(module).items()):
@@ -127,11 +127,27 @@ def turn_dropout_off(model: torch.nn.Module) -> bool:
                 setattr(module, name, 0.0)
                 found = True
     for config in _configs_of(model):
-        for name, value in list(vars(config).items()):
-            if "drop" in name and isinstance(value, float) and value > 0.0:
+        fields = [name for name in vars(config) if "drop" in name and not name.startswith(_OTHER_HEADS)]
+        above = {
+            name: own for name in fields if isinstance(own := getattr(config, name), float) and own > 0.0
+        }
+        if above:
+            config.accrue_dropout = above
+            for name in above:
                 setattr(config, name, 0.0)
-                found = True
+            found = True
     return found
+
+
+_OTHER_HEADS = ("summary_", "classifier", "cls_")
+"""How the names of fields begin that concern only heads of models for classification."""
+
+
+def _restore_dropout(model: torch.nn.Module) -> None:
+    for config in _configs_of(model):
+        for name, value in getattr(config, "accrue_dropout", {}).items():
+            setattr(config, name, value)
+        vars(config).pop("accrue_dropout", None)
 
 
 def _configs_of(model: torch.nn.Module) -> list[PreTrainedConfig]:
@@ -279,6 +295,7 @@ def save(
         shutil.rmtree(leftover)
     partial = target.with_name(f".{target.name}.{os.getpid()}")
     _restore_scaling(model.config)
+    _restore_dropout(model)
     if score_layer_of(model) is not None:
         align_tokenizer(tokenizer, model.config)
     model.save_pretrained(partial)

@@ -170,7 +170,7 @@ def _tokenised(
         raise CannotTrain(
             "data_not_tokenised",
             f"the model's tokenizer could not read the data ({type(error).__name__}): accrue preview shows "
-            f"how samples are tokenised",
+            "how samples are tokenised",
         ) from None
 
 

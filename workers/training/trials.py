@@ -122,7 +122,7 @@ def _report_fixed_cost(training: TrainingRun, tokens: float) -> None:
     """Reports what a micro-batch was found to cost besides its tokens."""
     message = (
         f"Each micro-batch has a fixed cost equal to that of {tokens:,.0f} tokens: steps are divided so that "
-        f"they take the least time."
+        "they take the least time."
         if tokens < fixed_cost.MOST
         else "The fixed cost of a micro-batch is so large compared with that of its tokens that each step is "
         "divided into as few micro-batches as possible."

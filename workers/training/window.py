@@ -76,6 +76,8 @@ class LossScale:
                 self.overflowed()
             case Verdict.SKIP_NOT_FINITE:
                 self.restore()
+            case Verdict.SKIP_SPIKE:
+                self._before = None
 
     def record_success(self) -> None:
         self._before = None
