@@ -136,8 +136,8 @@ def ingest(
 
 
 def forget_steps_after(session: Session, fence: Fence, position: Position, last: int) -> None:
-    """Removes what is stored of steps after the last one of a job's model. An earlier attempt made them,
-    after the checkpoint from which the last attempt continued, which was told to end earlier.
+    """Removes what is stored of steps after the last one of a job's model. An earlier attempt made them; the
+    last attempt continued from a checkpoint before them, and a user stopped it earlier.
 
     Args:
         position: how far the run's lines have been read.

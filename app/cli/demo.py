@@ -73,7 +73,8 @@ def _make_empty(folder: Path) -> None:
     mark = folder / _MARK
     if folder.exists() and not mark.is_file() and (not folder.is_dir() or any(folder.iterdir())):
         raise InvalidRequest(
-            f"{folder} has content that is not an earlier demo's: choose a new folder with --folder"
+            f"{folder} has content that is not an earlier demo's: move it away, or choose a new folder "
+            "with --folder"
         )
     folder.mkdir(parents=True, exist_ok=True)
     for each in folder.iterdir():  # it may be the folder in which this process works

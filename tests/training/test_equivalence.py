@@ -163,6 +163,17 @@ def test_no_split_no_method_and_no_option_changes_the_gradient(
     assert float((split - whole).norm() / whole.norm()) <= TOLERANCE[setting.dtype]
 
 
+def chunked_loss(
+    hidden: Tensor, layer: torch.nn.Linear, targets: Tensor, weights: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """The summed loss of a plain output head without a bias, with the gradients of states and weight."""
+    head, wanted = heads.Head(layer, 1.0, None), (True, True, False)
+    found: Tensor = ChunkedLoss.apply(  # type: ignore[no-untyped-call]
+        hidden, layer.weight, None, targets, weights, 0.0, head, dtype, None, None, Products(), wanted
+    )
+    return found
+
+
 @pytest.mark.parametrize("heaviest", [1.0, 1000.0])
 def test_the_chunked_loss_keeps_within_fp16s_range(heaviest: float) -> None:
     """Many positions of the same few tokens in one chunk, and weights up to the largest allowed."""
@@ -176,22 +187,7 @@ def test_the_chunked_loss_keeps_within_fp16s_range(heaviest: float) -> None:
 
     def gradients(dtype: torch.dtype) -> Tensor:
         hidden.grad = weight.grad = None
-        head = heads.Head(layer, 1.0, None)
-        arguments = (
-            hidden,
-            weight,
-            None,
-            targets,
-            weights,
-            0.0,
-            head,
-            dtype,
-            None,
-            None,
-            Products(),
-            (True, True, False),
-        )
-        (ChunkedLoss.apply(*arguments) / weights.sum()).backward()  # type: ignore[no-untyped-call]
+        (chunked_loss(hidden, layer, targets, weights, dtype) / weights.sum()).backward()
         assert hidden.grad is not None
         assert weight.grad is not None
         return torch.cat([hidden.grad.flatten(), weight.grad.flatten()]).double()
@@ -205,22 +201,9 @@ def test_the_chunked_loss_keeps_within_fp16s_range(heaviest: float) -> None:
 def test_fp16_loss_and_gradients_are_zero_for_zero_weights_or_no_targets(count: int) -> None:
     hidden = torch.randn(count, 16, requires_grad=True)
     layer = torch.nn.Linear(16, 60, bias=False)
-    head, weight = heads.Head(layer, 1.0, None), layer.weight
+    weight = layer.weight
     targets, weights = torch.zeros(count, dtype=torch.int64), torch.zeros(count)
-    total = ChunkedLoss.apply(  # type: ignore[no-untyped-call]
-        hidden,
-        weight,
-        None,
-        targets,
-        weights,
-        0.0,
-        head,
-        torch.float16,
-        None,
-        None,
-        Products(),
-        (True, True, False),
-    )
+    total = chunked_loss(hidden, layer, targets, weights, torch.float16)
     total.backward()
     assert total.item() == 0.0
     assert weight.grad is not None

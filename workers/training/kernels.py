@@ -355,7 +355,7 @@ def use_if_it_agrees(kernels: Kernels, replica: Replica, loader: Loader, reporte
         return
     _quietly(kernels.switch_off)
     message = f"{kernels.name[:1].upper()}{kernels.name[1:]} is not used: {why}."
-    # kernels of a package that somebody installed are missed; Accrue's own were not requested
+    # whoever installed a package expects its kernels; Accrue's own were not requested
     level: Literal["info", "warning"] = "warning" if kernels.is_installed else "info"
     reporter.event("kernels", message, level, package=kernels.name, gradient_error=known, used=False)
 
