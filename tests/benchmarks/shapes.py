@@ -3,7 +3,9 @@
 The job's default plan, with nothing set by hand, runs against transformers' Trainer with and without grouping
 by length, at several batch sizes. Shapes and mixes were chosen before any was measured. All runs of a case
 have the same model, data, effective batch of 64, AdamW and fp32, and each is a process of its own. Figures
-are medians of the rounds, in which the contestants take turns. Writes results/shapes.json and shapes.md.
+are medians of the rounds, in which the contestants take turns, every second round in the opposite order.
+The later rounds leave out Trainer's settings that were clearly slower in the first. Writes
+results/shapes.json and shapes.md.
 """
 
 import argparse
@@ -39,6 +41,12 @@ MIXES = ("like Alpaca's", "short and long", "documents")
 
 TRAINER = [(rows, False) for rows in (1, 8)] + [(rows, True) for rows in (2, 4, 8, 16)]
 """Batch size, and whether it is grouped by length."""
+
+BATCH_OF_8 = "Trainer, batch 8"
+
+CLEARLY_SLOWER = 0.8
+"""Speed relative to Trainer's fastest setting in the first round. A setting below it takes no part in later
+rounds: single runs on a shared machine vary by up to 15 %."""
 
 
 @dataclass(frozen=True)
@@ -92,26 +100,39 @@ def measure(case: Case, base: Path, rounds: int) -> dict[str, Any]:
     for rows, grouped in TRAINER:
         name = f"Trainer, batch {rows}{', grouped' if grouped else ''}"
         contestants[name] = {**common, "who": "hugging_face", "rows": rows, "grouped": grouped}
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in contestants}
-    for _ in range(rounds):
-        for name, requested in contestants.items():
-            found[name].append(run(requested, base / "run"))
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in contestants}
+    taking_part = list(contestants)
+    for number in range(rounds):
+        for name in taking_part if number % 2 == 0 else reversed(taking_part):
+            ran = run(contestants[name], base / "run")
+            found[name].append({
+                "samples_per_second": ran["samples"] / ran["seconds"], "peak_mib": ran["peak_bytes"] / 2**20,
+            })  # fmt: skip
+        if number == 0:
+            taking_part = _still_in_question({name: runs[0] for name, runs in found.items()})
     figures = {
-        name: {
-            "samples_per_second": median(each["samples"] / each["seconds"] for each in runs),
-            "peak_mib": median(each["peak_bytes"] for each in runs) / 2**20,
-        }
+        name: {of: median(each[of] for each in runs) for of in runs[0]} | {"runs": runs}
         for name, runs in found.items()
     }
     return {"case": f"{case.shape}, {case.mix}", "contestants": figures, **_compared(figures)}
 
 
-def _compared(figures: dict[str, dict[str, float]]) -> dict[str, Any]:
+def _still_in_question(first: dict[str, dict[str, float]]) -> list[str]:
+    """The contestants of the later rounds: Accrue, the batch of 8, and all that may be Trainer's fastest."""
+    speeds = {name: ran["samples_per_second"] for name, ran in first.items()}
+    fastest = max(speed for name, speed in speeds.items() if name != "Accrue")
+    return [
+        name for name, speed in speeds.items()
+        if name in ("Accrue", BATCH_OF_8) or speed >= CLEARLY_SLOWER * fastest
+    ]  # fmt: skip
+
+
+def _compared(figures: dict[str, Any]) -> dict[str, Any]:
     ours = figures["Accrue"]
     theirs = {name: own for name, own in figures.items() if name != "Accrue"}
     best = max(theirs, key=lambda name: theirs[name]["samples_per_second"])
     speed = ours["samples_per_second"]
-    against_8 = speed / theirs["Trainer, batch 8"]["samples_per_second"]
+    against_8 = speed / theirs[BATCH_OF_8]["samples_per_second"]
     against_best = speed / theirs[best]["samples_per_second"]
     memory = ours["peak_mib"] / theirs[best]["peak_mib"]
     holds = against_8 >= LEAST_AGAINST_8 and against_best >= LEAST_AGAINST_BEST and memory <= MOST_MEMORY
@@ -125,8 +146,9 @@ def render(result: dict[str, Any]) -> str:
     lines = [
         "# The default plan against Trainer's settings\n",
         f"{result['machine']}. {result['date']}. `python -m tests.benchmarks.shapes`, medians of "
-        f"{result['rounds']}. Promised: at least {LEAST_AGAINST_8:g} times the speed of batch 8, at least "
-        f"{LEAST_AGAINST_BEST:g} times that of Trainer's fastest setting, with no more memory than it.\n",
+        f"{result['rounds']} rounds. Promised: at least {LEAST_AGAINST_8:g} times the speed of batch 8, at "
+        f"least {LEAST_AGAINST_BEST:g} times that of Trainer's fastest setting, with no more memory than "
+        "it.\n",
         "| shape and lengths | samples/s | relative to batch 8 | fastest of Trainer's | relative to it | "
         "memory relative to it | holds |",
         "| --- | ---: | ---: | --- | ---: | ---: | --- |",
