@@ -25,8 +25,8 @@ from workers.run_directory import RunDirectory
 log = structlog.get_logger("accrue.worker")
 
 _LOGS = ("metrics.jsonl", "events.jsonl", "shares.jsonl", "tuning.jsonl")
-"""Files that grow line by line. The decisions come after the reports: every step that the stored reports have
-was made by stored decisions."""
+"""Files that grow line by line. Reports are uploaded before decisions (tuning.jsonl), so that the decisions
+behind every stored step are stored, too."""
 
 _FILES = (*_LOGS, "base_model.json", "base_weights", "completions.json", "outcome.json", "trial")
 _KERNELS = "comparing-kernels-"

@@ -65,8 +65,8 @@ def submit(
         float | None,
         typer.Option(
             "--lr",
-            help="Peak learning rate; default for full / lora and qlora: sft and classification 5e-5 / 2e-4; "
-            "dpo, orpo, simpo and kto 1e-6 / 1e-5; reward 1e-5 / 1e-4",
+            help="Peak learning rate. Default with full: 5e-5 (sft, classification), 1e-6 (dpo, orpo, simpo, "
+            "kto) or 1e-5 (reward); with lora and qlora, in the same order: 2e-4, 1e-5 or 1e-4",
         ),
     ] = None,
     max_length: MaxLength = None,

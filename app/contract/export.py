@@ -22,7 +22,8 @@ LEAST_AGREEMENT = 0.999
 """The minimum of `agreement` plus `near_ties` at which an export is valid, unless it is quantised."""
 
 LEAST_AGREEMENT_QUANTISED = 0.9
-"""The same for quantised weights, whose drift is stated: below this, more than rounding is wrong."""
+"""The same for quantised weights. Quantisation changes some predictions, and the result says how many; below
+this limit, something else must be wrong."""
 
 NEAR_TIE_NATS = 0.02
 """Two tokens whose log-probabilities by the trained model differ by less are as good as equally probable: a

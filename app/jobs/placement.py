@@ -107,8 +107,8 @@ def needs(
         devices: the worker's devices, free or not.
         most: a job that requests more devices than this is included as well, since it can train on fewer.
         labels: the worker's.
-        shrinkable: label requirements; a job with exactly one of these is included as well if it requests
-            more than `of_worker`, since it can train on fewer.
+        shrinkable: sets of label requirements; a job whose requirements equal one of them is included as well
+            if it requests more than `of_worker` devices, since it can train on fewer.
         of_worker: how many devices the worker has, those that are set aside included.
     """
     dialect = session.get_bind().dialect.name

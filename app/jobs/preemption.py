@@ -228,7 +228,8 @@ def _queued_at() -> ColumnElement[float]:
 
 
 def _waiting(session: Session, view: WorkerView, lowest: int, gone: frozenset[DeviceId]) -> list[QueuedJob]:
-    """The first queued jobs that a worker could run, with more than the lowest of its jobs' priorities."""
+    """The first queued jobs that a worker could run and whose priority is above the lowest among its running
+    jobs."""
     queued_at = _queued_at()
     devices = (view.free | gone).union(*view.running.values())
     there = gpu_mask(device for device in devices if isinstance(device, int))

@@ -183,8 +183,8 @@ def _keep(
     tokens_per_second: float,
     reserved_bytes: int | None = None,
 ) -> None:
-    """Stores a measurement, unless it is stored already: a second time, its prediction would be based on the
-    measurement itself."""
+    """Stores a measurement once per attempt and size. A repeat is ignored: by then, the prediction that it is
+    compared with would already be based on the first."""
     accumulating = micro_batches > 1
     predicted, held = subject.predicted(tokens, accumulating=accumulating) if tokens > 0 else (0, None)
     if not _is_plausible(subject, tokens, measured_bytes, predicted):

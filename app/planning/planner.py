@@ -310,9 +310,8 @@ def _split(
 def _planned(
     question: Question, capacities: list[Capacity]
 ) -> tuple[list[MicroBatchRule], list[MicroBatches]]:
-    """One micro-batch per device if the batch is too large for a single pass while gradients are accumulated,
-    but fits in one without earlier gradients. Otherwise, and for batches that change and tuning runs, token
-    budgets."""
+    """One micro-batch per device if the batch fits in a single pass only as long as no earlier gradients are
+    held. Otherwise, and for batches that change and tuning runs, token budgets."""
     useful = [capacity.useful for capacity in capacities]
     alone = [capacity.useful_alone for capacity in capacities]
     batch = question.effective_batch or _default_batch(sum(useful), 1)

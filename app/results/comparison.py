@@ -23,7 +23,7 @@ _ROWS_PER_POINT, _FEW_ROWS = 4, 2000
 are read."""
 
 _MAX_DIFFERENCE = 1e150
-"""Losses further apart than this count as equal for the noise: their squared difference has no number."""
+"""A larger change between neighbouring losses counts as 0 in the noise: its square would overflow."""
 
 
 @dataclass(frozen=True)

@@ -40,8 +40,8 @@ def summed_loss() -> ColumnElement[float]:
 
 
 def means_of_last(session: Session, jobs: Sequence[Job]) -> Mapping[str, float]:
-    """The mean training loss of each job's last samples: as many as for the other jobs, of which those that
-    have succeeded decide the number. A job that has seen fewer samples has none."""
+    """Each job's mean training loss over its last N samples. N is the same for all jobs; the jobs that have
+    succeeded determine it (all jobs, if none has). Jobs that have seen fewer than N samples are left out."""
     own = {job.id: job for job in jobs}
     of_each = select(StepMetric.job_id, func.sum(StepMetric.samples), func.max(StepMetric.step))
     of_each = of_each.where(StepMetric.job_id.in_(list(own)), StepMetric.samples > 0)

@@ -13,10 +13,10 @@ from app.security.oidc import Provider
 from app.security.rates import RateLimiter
 
 _KEY_LOOKUPS = CapacityLimiter(4)
-"""Keys are looked up in threads of their own: other requests may occupy all others."""
+"""Separate threads, so that keys are looked up even if other requests occupy all shared ones."""
 
 _TOKEN_CHECKS = CapacityLimiter(4)
-"""Tokens are checked in others again, since the provider may not answer."""
+"""Further threads, so that a provider that does not answer cannot hold up the lookup of keys."""
 
 Authenticate = Callable[[Request], Awaitable[Caller]]
 """Returns the caller of a request, or raises `Unauthorized`."""

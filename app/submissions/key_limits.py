@@ -9,9 +9,8 @@ from app.storage.tables import Job
 from app.usage import quotas
 
 _LOCK_DISTANCE = 200
-"""If fewer than this many more jobs may wait, submissions on PostgreSQL check the limit one at a time. If
-more may, no lock is needed: fewer requests than this run at the same time, so together they cannot exceed
-the limit."""
+"""This close to the limit, submissions on PostgreSQL take a lock and are counted one at a time. Further away,
+no lock is needed: fewer requests than this run at the same time, so together they cannot exceed the limit."""
 
 
 def resume_within_limits(session: Session, job_id: str, settings: Settings) -> Job:

@@ -15,8 +15,8 @@ from workers.training.model_parts import language_model_of, towers_within
 from workers.training.score_head import score_layer_of
 
 _RENAMED = ("gate", "w1", "w2", "w3", "gate_proj", "up_proj", "down_proj")
-"""Names of layers that peft, in some mixtures of experts, mistakes for experts as older releases of
-transformers named them: a plain layer of such a name is adapted through its weight."""
+"""Names that experts' layers had in older releases of transformers. In some mixtures of experts, peft takes
+any layer with such a name for an expert, even a plain one, so these are adapted through their weights."""
 
 
 class Targets(NamedTuple):

@@ -25,8 +25,8 @@ from workers.training.replica import Replica
 from workers.training.state import Fallbacks
 
 _LEAST_WORK = 1.5e9
-"""Multiplications of a micro-batch with all weights of a shape, from which the gain in time, about 5 %, is
-larger than the time to make code for another number of rows."""
+"""The least multiplications per micro-batch, over all weights of one shape, at which oneDNN's gain (about 5 %
+of the time) outweighs generating code for another number of rows."""
 
 
 _CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")

@@ -155,8 +155,8 @@ def _as_part(run: RunDirectory, interrupted: InterruptSignal, part: str) -> int:
 
 
 def _sandbox_again() -> None:
-    """Drops the capabilities and sets the parent-death signal again: a program that is started may have the
-    first, and no new process has the second."""
+    """Drops the capabilities again, which a program may regain when it is executed, and sets the parent-death
+    signal, which no new process inherits."""
     if os.environ.get(HIDDEN_VARIABLE):
         drop_capabilities()
     die_with_parent()

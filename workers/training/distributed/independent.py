@@ -192,8 +192,8 @@ class _Tail:
 class _Merged:
     """The replicas' logs and events as one.
 
-    No attempt repeats steps before the last one at which every replica has a checkpoint. Later steps are
-    reported in each attempt.
+    Steps up to the latest one at which every replica has a checkpoint are never repeated, and never reported
+    again. Later steps may be repeated, and each attempt reports them.
 
     Args:
         devices: how many replicas train at the same time.

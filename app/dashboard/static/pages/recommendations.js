@@ -88,7 +88,7 @@ export async function show(main, { chosen, signal }) {
           "div",
           { class: "fields" },
           field("model", "Model", model, "model"),
-          field("job", "Or a job, whose measurements count", job),
+          field("job", "Or a job, to use its measurements", job),
           field("batch", "Effective batch", batch, "effective"),
           field("optimizer", "Optimizer", optimizer, "optimizer"),
           field("method", "Method", method, "method"),
