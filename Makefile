@@ -25,6 +25,10 @@ setup: $(STAMP) ## Make .venv, which holds the accrue command
 # Install the pinned torch first, so that pip uses the torch build that this machine's package index provides.
 $(STAMP): pyproject.toml constraints.txt
 	@echo "Installing torch and the other packages into $(VENV): about 2 GB, takes a few minutes"
+	@for python in $(PYTHON) $$(ls $(BIN)/python 2>/dev/null); do \
+	    $$python -c "import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))" || { \
+	        echo "$$python is $$($$python --version), and Accrue needs Python 3.11 to 3.13: delete $(VENV) if it exists, then try make PYTHON=python3.13 $(MAKECMDGOALS)"; exit 1; }; \
+	done
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)" -c constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'

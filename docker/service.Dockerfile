@@ -15,7 +15,7 @@ RUN apt-get update \
 WORKDIR /srv/accrue
 COPY pyproject.toml setup.py constraints.txt README.md LICENSE ./
 # Installs the dependencies of pyproject.toml, except torch and the other packages that only the trainer needs.
-RUN python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; print('\n'.join(d for d in p['dependencies'] + p['optional-dependencies']['postgresql'] + p['optional-dependencies']['oidc'] + p['optional-dependencies']['s3'] if not d.startswith(('torch', 'transformers', 'safetensors', 'pyarrow', 'peft', 'pytorch_optimizer'))))" > /tmp/service.txt \
+RUN python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; print('\n'.join(d for d in p['dependencies'] + p['optional-dependencies']['postgresql'] + p['optional-dependencies']['oidc'] + p['optional-dependencies']['s3'] if not d.startswith(('torch', 'transformers', 'safetensors', 'peft', 'pytorch_optimizer'))))" > /tmp/service.txt \
     && pip install -c constraints.txt -r /tmp/service.txt
 COPY app app
 COPY workers workers
@@ -26,5 +26,5 @@ USER 10001
 VOLUME /data
 EXPOSE 8000
 HEALTHCHECK --interval=10s --timeout=3s --start-period=10s \
-    CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/healthz', timeout=2)"]
+    CMD ["python", "-c", "from urllib.request import ProxyHandler, build_opener; build_opener(ProxyHandler({})).open('http://127.0.0.1:8000/healthz', timeout=2)"]
 CMD ["accrue", "serve"]

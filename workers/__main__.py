@@ -7,7 +7,7 @@ import structlog
 
 from app.logs import configure
 from app.maintenance.data_folder import held_by_worker
-from app.maintenance.misspelled_settings import misspelled_settings
+from app.maintenance.ineffective_settings import ineffective_settings
 from app.runtime.parent import end_with_parent
 from app.settings import get_settings
 from app.storage.database import Database
@@ -29,7 +29,7 @@ def main(*, until_empty: bool = False) -> None:
     end_with_parent()
     settings = get_settings()
     configure(settings.log_level, settings.log_format)
-    for message in misspelled_settings():
+    for message in ineffective_settings():
         structlog.get_logger().warning(message)
     if settings.offline and not os.environ.get("HF_HUB_OFFLINE"):
         os.environ["HF_HUB_OFFLINE"] = "1"  # for huggingface_hub, in all processes of the worker

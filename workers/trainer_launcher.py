@@ -26,6 +26,7 @@ from app.planning.planner import PlannerEvidence, recipe_of_rank
 from app.planning.recipes import recipe_of
 from app.settings import Settings
 from app.storage.database import Database
+from app.storage.disk import bytes_used
 from app.storage.objects import ObjectStorage
 from app.storage.session import Session
 from app.storage.tables import Job
@@ -112,7 +113,7 @@ class TrainerLauncher:
             ValueError: the model is local, and ACCRUE_MODELS_DIR is not set for the worker.
         """
         spec = Spec.model_validate(job.spec)
-        self._check_disk_space(spec)
+        self._check_disk_space(spec, job.id)
         earlier = Plan.model_validate(job.plan)
         resumed = self._resumed_plan(spec, earlier, devices)
         plan = resumed or self._new_plan(spec, devices)
@@ -191,14 +192,15 @@ class TrainerLauncher:
             grace_seconds=terms.grace_seconds,
         )
 
-    def _check_disk_space(self, spec: Spec) -> None:
-        """Checks that the disk has space for the checkpoints and the model that the job writes.
+    def _check_disk_space(self, spec: Spec, job_id: str) -> None:
+        """Checks that the disk has space for the checkpoints and the model that the job writes, apart from
+        what earlier attempts have written.
 
         Raises:
             OSError: it has not.
         """
         free = shutil.disk_usage(self.settings.runs_dir).free
-        if free < bytes_on_disk(spec):
+        if free + bytes_used(self.settings.runs_dir / job_id) < bytes_on_disk(spec):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _resumed_plan(self, spec: Spec, earlier: Plan, devices: tuple[Device, ...]) -> Plan | None:

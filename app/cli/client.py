@@ -5,11 +5,13 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from ipaddress import ip_address
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
+from urllib.parse import urlsplit
 
 if TYPE_CHECKING:
     import httpx2 as httpx
@@ -20,6 +22,9 @@ _UNSAFE_CHARACTERS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066
 _EXAMPLE = "http://127.0.0.1:8000"
 _MAX_RECONNECTS = 5
 """Reconnection attempts in a row; each waits a second longer than the one before."""
+_RESTART_SECONDS, _SECONDS_BETWEEN_TRIES = 300.0, 2.0
+_TOO_MANY_REQUESTS, _SERVER_ERRORS = 429, 500
+"""The status of an answer to too many requests, and the first of those about the service itself."""
 
 
 class ServiceError(Exception):
@@ -34,7 +39,11 @@ class ServiceError(Exception):
         self.code = code
 
 
-class LostConnection(ServiceError):
+class TemporaryError(ServiceError):
+    """The service cannot answer now; the same request may succeed soon."""
+
+
+class LostConnection(TemporaryError):
     """The service cannot be reached, or the connection broke."""
 
 
@@ -51,7 +60,9 @@ class Client:
             )
         key = os.environ.get("ACCRUE_API_KEY")
         headers = {"Authorization": f"Bearer {key}"} if key else None
-        self._http = httpx.Client(base_url=url, timeout=timeout_seconds, headers=headers)
+        # A proxy of the environment cannot reach this machine.
+        direct = dict.fromkeys(("http://", "https://", "all://")) if _is_this_machine(url) else {}
+        self._http = httpx.Client(base_url=url, timeout=timeout_seconds, headers=headers, mounts=direct)
 
     def __enter__(self) -> Self:
         return self
@@ -63,6 +74,27 @@ class Client:
 
     def get(self, path: str, **kw: Any) -> Any:
         return _json_of(self._ask("GET", path, **kw))
+
+    def get_patiently(self, path: str, notify: Callable[[str], None]) -> Any:
+        """What `get` returns; tries again for some minutes if the service cannot answer, as when it restarts.
+
+        Args:
+            notify: gets a sentence that says so, once.
+
+        Raises:
+            ServiceError: it refuses, or still cannot answer.
+        """
+        until = None
+        while True:
+            try:
+                return self.get(path)
+            except TemporaryError as error:
+                if until is None:
+                    until = time.monotonic() + _RESTART_SECONDS
+                    notify(f"{error} (trying again for {_RESTART_SECONDS / 60:.0f} minutes)")
+                if time.monotonic() > until:
+                    raise
+            time.sleep(_SECONDS_BETWEEN_TRIES)
 
     def post(self, path: str, body: Any) -> Any:
         try:
@@ -157,8 +189,18 @@ class Client:
         with _connection_errors(self._http):
             answer = self._http.request(method, path, **kw)
         if not answer.is_success:
-            raise ServiceError(_detail(answer))
+            is_temporary = answer.status_code >= _SERVER_ERRORS or answer.status_code == _TOO_MANY_REQUESTS
+            raise (TemporaryError if is_temporary else ServiceError)(_detail(answer))
         return answer
+
+
+def _is_this_machine(url: str) -> bool:
+    """Whether an address is one of this machine's loopback addresses."""
+    host = urlsplit(url).hostname or ""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")
 
 
 @contextmanager

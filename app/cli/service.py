@@ -62,7 +62,7 @@ def serve(host: Host = None, port: Port = None) -> None:
 
     from app.logs import configure
     from app.main import create_app
-    from app.maintenance.misspelled_settings import misspelled_settings
+    from app.maintenance.ineffective_settings import ineffective_settings
     from app.runtime.parent import end_with_parent
     from app.security.local import require_keys_off_loopback
     from app.settings import LOOPBACK, get_settings
@@ -73,7 +73,7 @@ def serve(host: Host = None, port: Port = None) -> None:
     end_with_parent()
     settings = get_settings()
     configure(settings.log_level, settings.log_format)
-    for message in misspelled_settings():
+    for message in ineffective_settings():
         structlog.get_logger().warning(message)
     app = create_app(settings)
     if settings.host not in LOOPBACK:

@@ -70,7 +70,13 @@ def sweep(
             client, file, model, batch, dataset, training, more, settings, columns_of(column), ROOT
         )
         if watch and not dry_run:
-            found = _wait(client, found, quiet=as_json)
+            from app.cli.terminal import INTERRUPTED, notify
+
+            try:
+                found = _wait(client, found, quiet=as_json)
+            except KeyboardInterrupt:
+                notify(f"The jobs continue: accrue sweeps {found['name']} shows them")
+                sys.exit(INTERRUPTED)
     _show(found, as_json=as_json)
     if watch and not dry_run:
         sys.exit(0 if all(job["status"] == "succeeded" for job in found["jobs"]) else 1)
@@ -122,12 +128,12 @@ def _values(given: str) -> tuple[str, list[Any]]:
 
 def _wait(client: Client, sweep: dict[str, Any], *, quiet: bool) -> dict[str, Any]:
     """Waits until all jobs of a sweep have ended. Returns the sweep."""
-    from app.cli.terminal import console
+    from app.cli.terminal import console, notify
 
     total = len(sweep["jobs"])
     with console.status(f"{sweep['name']}: {total} jobs") if not quiet else nullcontext() as status:
         while True:
-            sweep = client.get(f"{ROOT}/{sweep['name']}")
+            sweep = client.get_patiently(f"{ROOT}/{sweep['name']}", notify)
             ended = sum(job["status"] in _ENDED for job in sweep["jobs"])
             if ended == len(sweep["jobs"]):
                 return sweep

@@ -1,7 +1,9 @@
 """Terminal output of the commands: plans, lists, a job's progress."""
 
+import sys
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -9,7 +11,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.table import Column, Table
 from rich.text import Text
 
-from app.cli.client import Client
+from app.cli.client import Client, TemporaryError
 from app.contract.objective import OF_SEQUENCES
 from app.planning.devices import GIB, MIB
 
@@ -37,7 +39,7 @@ WIDE = 120
 _POLL_SECONDS = 0.5
 _POLLS_BETWEEN_WARNINGS = 4
 _POLLS_BETWEEN_LINES = 40
-_INTERRUPTED = 130
+INTERRUPTED = 130
 """The exit status that shells use after Ctrl-C: 128 + SIGINT."""
 
 _ENDED = ("succeeded", "failed", "cancelled")
@@ -62,20 +64,19 @@ def follow(client: Client, job_id: str, *, stays: bool = True) -> int:
             polls = 0
             while job["status"] not in _ENDED:
                 time.sleep(_POLL_SECONDS)
-                job, polls = client.get(path), polls + 1
+                job, polls = (client.get_patiently(path, notify) if stays else client.get(path)), polls + 1
                 _show_progress(bar, task, job)
                 if polls % _POLLS_BETWEEN_WARNINGS == 0:
-                    warned.show()
+                    with suppress(TemporaryError):  # they are shown later
+                        warned.show()
                 # Only without a terminal, which shows the moving bar instead.
                 if polls % _POLLS_BETWEEN_LINES == 0 and not console.is_terminal:
                     bar.print(_line(job), highlight=False)
             warned.show()
     except KeyboardInterrupt:
         if stays:
-            console.print(
-                f"The job continues: accrue watch {job_id} follows it, accrue cancel {job_id} ends it"
-            )
-        return _INTERRUPTED
+            console.print(_continues(job_id))
+        return INTERRUPTED
     if job["status"] == "succeeded":
         stats = client.get(f"/gradient-accumulation/stats/{job_id}")["stats"]
         _show_end(job, stats["tokens_per_second"])
@@ -88,6 +89,25 @@ def follow(client: Client, job_id: str, *, stays: bool = True) -> int:
                 console.print(f"accrue chat talks to the model; accrue download fetches it{hint}")
         return 0
     return _show_end(job)
+
+
+def notify(message: str) -> None:
+    """Shows a message beside a command's output."""
+    Console(stderr=True, markup=False, highlight=False).print(message)
+
+
+def _continues(job_id: str) -> str:
+    return f"The job continues: accrue watch {job_id} follows it, accrue cancel {job_id} ends it"
+
+
+@contextmanager
+def _continuing(job_id: str) -> Iterator[None]:
+    """Says that a job continues, and ends the command, if the user presses Ctrl-C within the block."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        notify(_continues(job_id))
+        sys.exit(INTERRUPTED)
 
 
 class _Warned:
@@ -111,9 +131,9 @@ def waiting_for(job: dict[str, Any]) -> str | None:
 
 def wait_for(client: Client, job_id: str, doing: str, *, quiet: bool = False) -> dict[str, Any]:
     """Waits for a job to end, and shows why the job is queued. Returns the job."""
-    with console.status(f"{job_id}: queued") if not quiet else nullcontext() as status:
+    with console.status(f"{job_id}: queued") if not quiet else nullcontext() as status, _continuing(job_id):
         while True:
-            job: dict[str, Any] = client.get(f"/gradient-accumulation/training/{job_id}")
+            job: dict[str, Any] = client.get_patiently(f"/gradient-accumulation/training/{job_id}", notify)
             if job["status"] in _ENDED:
                 return job
             if status is not None:

@@ -41,10 +41,12 @@ def main() -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
-    _load_libraries(order)
-    _limit_memory()
     try:
+        _load_libraries(order)
+        _limit_memory()
         result = asdict(_write(order))
+    except ImportError as error:
+        result = {"error": f"Reading this kind of file needs the Python package {error.name}."}
     except (BadFile, BadLine) as error:
         result = {"error": str(error)}
     except MemoryError:

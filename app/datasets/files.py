@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import structlog
-from sqlalchemy import BindParameter, Connection, String, bindparam, func, or_, select
+from sqlalchemy import BindParameter, Connection, Select, String, bindparam, func, or_, select
 from sqlalchemy.exc import DBAPIError
 
 from app.datasets import content
@@ -204,8 +204,7 @@ def remove(session: Session, file_id: str) -> None:
     """
     file = get(session, file_id)
     _hold(session, file_id, exclusively=True)
-    evaluated = Job.spec["data"]["validation"]["file_id"].as_string() == file_id
-    needing = select(Job.id).where(or_(Job.file_id == file_id, evaluated)).limit(1)
+    needing = _needing(file_id)
     if (job_id := session.scalar(needing)) is not None:
         raise Conflict(f"The file {file_id} is used by job {job_id}: delete that job first.")
     if session.scalar(needing, execution_options=OF_EVERYONE) is not None:
@@ -213,6 +212,19 @@ def remove(session: Session, file_id: str) -> None:
             f"The file {file_id} is used by a job of another key and cannot be deleted before that job."
         )
     session.delete(file)
+
+
+def is_unneeded(session: Session, file_id: str) -> bool:
+    """Whether no job of anyone trains or evaluates on a file. Until the transaction ends, none can be
+    submitted that does."""
+    _hold(session, file_id, exclusively=True)
+    return session.scalar(_needing(file_id), execution_options=OF_EVERYONE) is None
+
+
+def _needing(file_id: str) -> Select[str]:
+    """A job that trains or evaluates on a file."""
+    evaluated = Job.spec["data"]["validation"]["file_id"].as_string() == file_id
+    return select(Job.id).where(or_(Job.file_id == file_id, evaluated)).limit(1)
 
 
 def hold(session: Session, file_id: str, field: str) -> None:

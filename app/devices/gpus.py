@@ -252,7 +252,7 @@ def _slices() -> list[_Slice]:
     """
     try:
         listed = subprocess.run(
-            ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, check=True
+            ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=_MAX_SECONDS_AT_START, check=True
         ).stdout
     except subprocess.SubprocessError as error:
         raise ValueError("nvidia-smi -L failed: run it to see why") from error
@@ -275,7 +275,7 @@ def _compute_capabilities() -> dict[str, float]:
     command = ["nvidia-smi", "--query-gpu=uuid,compute_cap", "--format=csv,noheader"]
     try:
         output = subprocess.run(
-            command, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, check=True
+            command, capture_output=True, text=True, timeout=_MAX_SECONDS_AT_START, check=True
         ).stdout
         rows = [line.split(",") for line in output.splitlines()]
         return {uuid.strip(): float(capability) for uuid, capability in rows}

@@ -43,6 +43,7 @@ from app.models import starting_models
 from app.security.authentication import Authenticate
 from app.settings import Settings
 from app.storage.database import Database
+from app.web.body_limits import end_turn
 from app.web.concurrency import ConcurrencyLimit
 from app.web.dependencies import CurrentDatabase, CurrentSettings, Slowly
 from app.web.routers import openai_router
@@ -174,6 +175,7 @@ async def _answer(
     end = limit.acquire(key_id)
     try:
         request_id = await to_thread.run_sync(requests.add, database, order, key_id)
+        await end_turn(request.scope)
         parts = answers.parts(request_id)
         try:
             form = shape(request_id)
@@ -189,9 +191,7 @@ async def _answer(
                     media_type="text/event-stream",
                     headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
                 )
-            received = [await _next(parts, request)]
-            while not received[-1].is_last:
-                received.append(await _next(parts, request))
+            received = [part async for part in _until_left(parts, request)]
             response = Response(form.whole(received).model_dump_json(), media_type="application/json")
         except BaseException:
             await parts.aclose()
@@ -204,18 +204,27 @@ async def _answer(
     return response
 
 
-async def _next(parts: AsyncIterator[AnswerPart | None], request: Request) -> AnswerPart:
-    """The next part of an answer.
+async def _until_left(
+    parts: AsyncIterator[AnswerPart | None], request: Request
+) -> AsyncGenerator[AnswerPart]:
+    """The parts of an answer, to the last.
 
     Raises:
         AccrueError: the worker reported an error, or the client has left.
     """
-    while (part := await anext(parts)) is None:
-        if await request.is_disconnected():
-            raise Unavailable("The client has left.")
-    if part.error is not None:
-        raise _as_exception(part.error)
-    return part
+    checked_at = time.monotonic()
+    async for part in parts:
+        if part is None or time.monotonic() > checked_at + KEEPALIVE_SECONDS:
+            checked_at = time.monotonic()
+            if await request.is_disconnected():
+                raise Unavailable("The client has left.")
+        if part is None:
+            continue
+        if part.error is not None:
+            raise _as_exception(part.error)
+        yield part
+        if part.is_last:
+            return
 
 
 def _as_exception(error: InferenceError) -> AccrueError:

@@ -7,12 +7,13 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from sqlalchemy import JSON, and_, delete, func, insert, select
+from sqlalchemy import JSON, and_, delete, insert, select
 
 from app.contract.plan import Plan
 from app.contract.spec import Spec
 from app.contract.states import ENDED, RequestedAction
 from app.contract.worker_labels import no_worker_warning
+from app.datasets import files
 from app.errors import Conflict
 from app.jobs import parent_jobs
 from app.jobs.events import is_recorded, record_event
@@ -277,9 +278,7 @@ def remove(session: Session, job_id: str) -> tuple[str, str | None]:
     session.flush()
     if not remove_steps(session, job_id):
         session.add(DeletedJob(id=job_id))
-    of_the_file = select(func.count()).select_from(Job).where(Job.file_id == file.id)
-    others = session.scalar(of_the_file, execution_options=OF_EVERYONE)  # an admin may have retried the job
-    if not file.inline or others:
+    if not file.inline or not files.is_unneeded(session, file.id):
         return job_id, None
     session.delete(file)
     return job_id, file.id

@@ -385,7 +385,8 @@ def lock_job(session: Session, fence: Fence) -> None:
 
 
 def reclaim_expired(session: Session) -> list[str]:
-    """Takes back the jobs whose lease has expired; losing a worker does not count as a crash.
+    """Takes back the jobs whose lease has expired; losing a worker does not count as a crash. An attempt ends
+    with its lease, however late it is noticed: its trainer did not run for longer.
 
     If a worker was not lost after all, its writes about the job are rejected, and its trainer keeps the lock
     on the run directory until it exits.
@@ -402,10 +403,12 @@ def reclaim_expired(session: Session) -> list[str]:
         .with_for_update(skip_locked=True)
     ).all()
     reclaimed = []
-    for job_id, attempt, worker_id in [(job.id, job.attempt, job.worker_id or "") for job in lost]:
+    rows = [(job.id, Fence(job.id, job.attempt, job.worker_id or ""), job.lease_until) for job in lost]
+    for job_id, fence, lease_until in rows:
         with optional_part(session, "the return of a job to the queue"):
-            fence = Fence(job_id, attempt, worker_id)
-            _leave(session, fence, "its worker was lost", "warning", 0.0, Job.failures)
+            _leave(
+                session, fence, "its worker was lost", "warning", 0.0, Job.failures, lease_until=lease_until
+            )
             reclaimed.append(job_id)
     return reclaimed
 
@@ -442,9 +445,14 @@ def _leave(
     wait_seconds: float,
     failures: Any,
     place: Any = Job.place,
+    lease_until: float | None = None,
 ) -> None:
     """Moves a running job to queued, or to the state that was requested. A stop request is kept: the worker
-    that claims the job next saves the model of its last checkpoint."""
+    that claims the job next saves the model of its last checkpoint.
+
+    Args:
+        lease_until: when the lease of a lost worker expired.
+    """
     requested = session.scalar(select(Job.requested).where(held_by(fence)))
     status: JobStatus = (
         "cancelled" if requested == "cancel" else "paused" if requested == "pause" else "queued"
@@ -461,7 +469,7 @@ def _leave(
         not_before=database_now() + wait_seconds,
         finished_at=database_now() if status == "cancelled" else None,
     )
-    _close_attempt(session, fence, why)
+    _close_attempt(session, fence, why, lease_until)
     job = get(session, fence.job_id)
     session.refresh(job)
     record_event(
@@ -469,11 +477,13 @@ def _leave(
     )
 
 
-def _close_attempt(session: Session, fence: Fence, outcome: str) -> None:
+def _close_attempt(session: Session, fence: Fence, outcome: str, lease_until: float | None = None) -> None:
+    ended_at: ColumnElement[float] = database_now()
+    if lease_until is not None:
+        expired = and_(database_now() > lease_until, Attempt.claimed_at <= lease_until)
+        ended_at = case((expired, literal(lease_until)), else_=database_now())
     session.execute(
-        update(Attempt)
-        .where(_of_attempt(fence))
-        .values(ended_at=database_now(), outcome=storable(outcome)[:500])
+        update(Attempt).where(_of_attempt(fence)).values(ended_at=ended_at, outcome=storable(outcome)[:500])
     )
     with optional_part(session, "the totals of a job"):
         totals.store_totals(session, fence.job_id)

@@ -47,8 +47,8 @@ class TrainingConfig(Request):
         DEFAULT_LEARNING_RATE,
         ge=LEAST_LEARNING_RATE,
         le=MOST_LEARNING_RATE,
-        description="Peak learning rate. Default with full: 5e-5 (sft, classification), 1e-6 (dpo, orpo, simpo, "
-        "kto) or 1e-5 (reward); with lora and qlora, in the same order: 2e-4, 1e-5 or 1e-4",
+        description="Peak learning rate. Default with full: 5e-5 (sft, classification), 1e-6 (dpo, orpo, "
+        "simpo, kto) or 1e-5 (reward); with lora and qlora, in the same order: 2e-4, 1e-5 or 1e-4",
     )
     weight_decay: float = Field(0.0, ge=0, le=1)
     optimizer: OptimizerChoice = "adamw"

@@ -11,7 +11,9 @@ import os
 import re
 import shutil
 import sqlite3
+import stat
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,7 +74,8 @@ def take(settings: Settings, folder: Path, *, runs: bool) -> BackupSummary:
         database.close()
         if runs:
             for job_id in jobs:
-                _copy_run(settings.runs_dir / job_id, partial / "runs" / job_id)
+                links = settings.copies_dir / "outgoing" / f"backup-{os.getpid()}-{job_id}"
+                _copy_run(settings.runs_dir / job_id, partial / "runs" / job_id, links)
         for leftover in partial.glob(f"{_DATABASE}-*"):
             leftover.unlink()
         partial.rename(folder)
@@ -140,6 +143,11 @@ def restore(settings: Settings, folder: Path) -> BackupSummary:
         raise InvalidRequest(f"the backup lacks files that its jobs need: {', '.join(missing[:5])}")
     if special := next((path for path in folder.rglob("*") if not (path.is_file() or path.is_dir())), None):
         raise InvalidRequest(f"the backup contains something that is neither a file nor a folder: {special}")
+    own_runs = (settings.runs_dir / run.name for run in (folder / "runs").glob("*"))
+    if own := next((run for run in own_runs if run.exists()), None):
+        raise InvalidRequest(  # a mixture of an older run and a newer one would be of no use
+            f"{own} exists already, and may be newer than the backup: move {settings.runs_dir} away"
+        )
     settings.make_directories()
     with _migrated_copy(folder / _DATABASE, target) as (partial, jobs):
         files = _copy_files(named, folder / "files", settings.files_dir)
@@ -275,26 +283,114 @@ _MAX_DEPTH = 16
 """The maximum depth of folders that is copied from a run directory; trainers create four levels."""
 
 
-def _copy_run(source: Path, target: Path) -> None:
-    """Copies a job's run directory without unfinished files. A trainer may change it during the copy, so
-    folders and files are opened without following links."""
-    waiting: list[tuple[str, ...]] = [()]
+_CHECKPOINTS, _REPLICAS = "checkpoints", "replica-*"
+_LISTINGS = 20
+"""How often checkpoints are listed until none was replaced meanwhile."""
+_NO_LINKS = (errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.EMLINK)
+"""Why a file cannot be linked."""
+
+
+def _copy_run(source: Path, target: Path, links: Path) -> None:
+    """Copies a job's run directory without unfinished files, while a trainer may change it.
+
+    Copying a checkpoint may take longer than the trainer keeps it. So checkpoints are linked first, and their
+    links are copied; the logs are copied last, so that they reach at least to the newest checkpoint.
+
+    Args:
+        links: a new folder for the links, on the same file system as the run directory if possible.
+    """
+    try:
+        for base in (source, *source.glob(_REPLICAS)):
+            _link_checkpoints(base, links / base.relative_to(source))
+        _copy_tree(links, target)
+        _copy_tree(source, target, without=_CHECKPOINTS)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        _copy_tree(source, target)
+    finally:
+        shutil.rmtree(links, ignore_errors=True)
+
+
+def _link_checkpoints(run: Path, links: Path) -> None:
+    """Links the complete checkpoints of a run directory, and the other files in their folder.
+
+    Raises:
+        OSError: files cannot be linked.
+    """
+    for _ in range(_LISTINGS):
+        names = _names(run, _CHECKPOINTS)
+        for name in names:
+            _link_checkpoint(run, links, name)
+        if all((links / _CHECKPOINTS / name).exists() for name in names):
+            break
+
+
+def _names(run: Path, *parts: str) -> list[str]:
+    """The names of the finished files and folders in a folder of a run directory."""
+    with (
+        suppress(FileNotFoundError, NotRegular),
+        regular_files.folder(run.parent, run.name, *parts) as within,
+        os.scandir(within) as entries,
+    ):
+        return [each.name for each in entries if not each.name.startswith(".")]
+    return []
+
+
+def _link_checkpoint(run: Path, links: Path, name: str) -> None:
+    """Links all files of a checkpoint, or none if it is deleted meanwhile."""
+    own = links / _CHECKPOINTS / name
+    if own.exists():
+        return
+    own.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        with regular_files.folder(run.parent, run.name, _CHECKPOINTS) as within:
+            if not stat.S_ISDIR(os.stat(name, dir_fd=within, follow_symlinks=False).st_mode):
+                os.link(name, own, src_dir_fd=within, follow_symlinks=False)
+                return
+        own.mkdir(mode=0o700)
+        for folder, files in _walk(run, _CHECKPOINTS, name):
+            links.joinpath(*folder).mkdir(mode=0o700, exist_ok=True)
+            with regular_files.folder(run.parent, run.name, *folder) as within:
+                for file in files:
+                    os.link(file, links.joinpath(*folder, file), src_dir_fd=within, follow_symlinks=False)
+        (run / _CHECKPOINTS / name).lstat()  # it was there to the end
+    except (FileNotFoundError, NotRegular):
+        shutil.rmtree(own, ignore_errors=True)
+
+
+def _copy_tree(source: Path, target: Path, without: str | None = None) -> None:
+    """Copies the files of a run directory that a trainer may change meanwhile.
+
+    Args:
+        without: the name of folders that are left out.
+    """
+    for folder, files in _walk(source):
+        if without in folder:
+            continue
+        target.joinpath(*folder).mkdir(parents=True, exist_ok=True)
+        for file in files:
+            _copy_plain(source, target, *folder, file)
+
+
+def _walk(root: Path, *start: str) -> Iterator[tuple[tuple[str, ...], list[str]]]:
+    """The folders below a folder of a run directory, each with the names of its files, without unfinished
+    ones. Folders are opened without following links."""
+    waiting = [start]
     while waiting:
         parts = waiting.pop()
         try:
             with (
-                regular_files.folder(source.parent, source.name, *parts) as within,
+                regular_files.folder(root.parent, root.name, *parts) as within,
                 os.scandir(within) as entries,
             ):
                 found = [each for each in entries if not each.name.startswith(".") and each.name != "lock"]
+                folders = [each.name for each in found if _is(each.is_dir) and len(parts) < _MAX_DEPTH]
+                files = [each.name for each in found if _is(each.is_file)]
         except (FileNotFoundError, NotRegular):  # a checkpoint that was retired meanwhile
             continue
-        target.joinpath(*parts).mkdir(parents=True, exist_ok=True)
-        for entry in found:
-            if _is(entry.is_dir) and len(parts) < _MAX_DEPTH:
-                waiting.append((*parts, entry.name))
-            elif _is(entry.is_file):
-                _copy_plain(source, target, *parts, entry.name)
+        waiting += [(*parts, name) for name in folders]
+        yield parts, files
 
 
 def _is(kind: Callable[..., bool]) -> bool:

@@ -20,7 +20,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from app.contract.architecture import BUILT_IN_MODEL
 from app.devices import gpus
 from app.errors import BadSetting, Unavailable
-from app.maintenance.misspelled_settings import misspelled_settings
+from app.maintenance.ineffective_settings import ineffective_settings
 from app.models import base_models
 from app.planning.devices import GIB
 from app.security.oidc import provider_of
@@ -65,7 +65,7 @@ def examine(settings: Settings) -> Iterator[Finding]:
         yield Finding("database", "warning", "does not exist yet: accrue up creates it")
     else:
         yield from _database_checks(settings)
-    for message in misspelled_settings():
+    for message in ineffective_settings():
         yield Finding("settings", "warning", message)
     yield _gpus()
     yield _torch()

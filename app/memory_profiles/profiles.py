@@ -1,15 +1,19 @@
 """Finds, requests and stores memory profiles."""
 
 import hashlib
+import re
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 from anyio import to_thread
 from sqlalchemy import and_, delete, func, select, update
 
+from app import PACKAGES_FOLDER
 from app.contract.architecture import Architecture
 from app.contract.memory_profile import Profile, Recipe
 from app.contract.plan import Plan
@@ -329,8 +333,18 @@ def get(session: Session, profile_id: str) -> StoredProfile:
 
 @cache
 def _torch_version() -> str:
-    """The installed version of torch, without importing torch."""
+    """The installed version of torch, without importing torch. Without torch, as in the image of the service,
+    the version that constraints.txt pins, which the image of the worker installs; the empty text if neither
+    is there."""
     try:
         return version("torch").split("+")[0]
     except PackageNotFoundError:
-        return ""
+        return _pinned_version(PACKAGES_FOLDER / "constraints.txt")
+
+
+def _pinned_version(constraints: Path) -> str:
+    """The version of torch that a file of constraints pins."""
+    with suppress(OSError):
+        pinned = re.search(r"^torch==([\w.]+)", constraints.read_text(), re.MULTILINE)
+        return pinned[1] if pinned else ""
+    return ""

@@ -42,6 +42,7 @@ _CPU_PROCESS = 600 * 2**20
 """Resident memory of a trainer with torch and transformers imported, before its model."""
 
 _CHECKPOINTS = 3
+"""Two checkpoints, and one that is being written; with validation data, there is also the best one."""
 
 
 class Memory(Frozen):
@@ -183,10 +184,11 @@ def lora_parameters(architecture: Architecture, lora: LoraSpec) -> int:
 
 
 def bytes_on_disk(spec: Spec) -> int:
-    """The most that a job writes to disk: two checkpoints, a third one in progress, and the model."""
+    """The most that a job writes to disk: its checkpoints, one of them in progress, and the model."""
     lora = spec.method.lora
     saved = spec.model.architecture.parameters if lora is None or lora.merge else _trained_parameters(spec)
-    return _CHECKPOINTS * checkpoint_bytes(spec) + _models_of(spec) * 4 * saved
+    checkpoints = _CHECKPOINTS + (spec.data.validation is not None)
+    return checkpoints * checkpoint_bytes(spec) + _models_of(spec) * 4 * saved
 
 
 def checkpoint_bytes(spec: Spec) -> int:

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from datetime import date
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Integer, Select, cast, func, select
+from sqlalchemy import ColumnElement, Connection, Integer, Select, case, cast, func, select
 
 from app.statistics.schemas import Totals
-from app.storage.database import insert_for
+from app.storage.database import database_now, insert_for
 from app.storage.session import Session
 from app.storage.tables import Attempt, Configuration, File, Job, JobTotals, Owned, StepMetric
 
@@ -112,18 +112,21 @@ def _of_steps(connection: Connection, running: Filters) -> Select[Any]:
     ).where(StepMetric.job_id.in_(ids))  # fmt: skip
 
 
-def device_seconds(*, is_postgresql: bool, until: ColumnElement[float] | None = None) -> ColumnElement[Any]:
-    """The seconds of an attempt, multiplied by its number of devices.
+def device_seconds(*, is_postgresql: bool, running: bool = False) -> ColumnElement[Any]:
+    """The seconds of an attempt, multiplied by its number of devices; 0 if the clock was set back meanwhile.
 
     Args:
-        until: the present, for attempts that are running; None: when it ended.
+        running: up to now, for attempts of jobs that are running (no longer than their leases: the worker of
+            a job whose lease has expired is lost); otherwise, up to their end.
     """
     if is_postgresql:
         ranks = func.jsonb_array_length(Attempt.plan["ranks"])
     else:
         ranks = func.json_array_length(Attempt.plan, "$.ranks")
-    ended_at = Attempt.ended_at if until is None else until
-    return (ended_at - Attempt.claimed_at) * func.coalesce(ranks, 1)
+    now = database_now()
+    ended_at = case((Job.lease_until < now, Job.lease_until), else_=now) if running else Attempt.ended_at
+    seconds = case((ended_at < Attempt.claimed_at, 0.0), else_=ended_at - Attempt.claimed_at)
+    return seconds * func.coalesce(ranks, 1)
 
 
 def _mean_final_loss(connection: Connection, jobs: Filters) -> float | None:

@@ -34,6 +34,16 @@ def is_full(error: BaseException) -> bool:
     return getattr(error, "sqlstate", None) == _POSTGRESQL_DISK_FULL
 
 
+def bytes_used(root: Path) -> int:
+    """The bytes that the files below a folder take on the disk; 0 if there is no such folder."""
+    used = 0
+    for within, _, names in os.walk(root):
+        for name in names:
+            with contextlib.suppress(OSError):  # it has just been deleted
+                used += Path(within, name).lstat().st_blocks * 512
+    return used
+
+
 def remove_tree(root: Path, *parts: str) -> bool:
     """Deletes a folder and everything in it that permissions allow to delete.
 

@@ -79,7 +79,7 @@ def _ended(dialect: str) -> Any:
 
 def _running(dialect: str) -> Any:
     owner = func.coalesce(Job.owner, NO_KEY).label("key_id")
-    seconds = func.sum(device_seconds(is_postgresql=dialect == "postgresql", until=database_now()))
+    seconds = func.sum(device_seconds(is_postgresql=dialect == "postgresql", running=True))
     own = (Attempt.job_id == Job.id) & (Attempt.attempt == Job.attempt)
     return select(owner, seconds).join(Attempt, own).where(Job.status == "running").group_by(owner)
 

@@ -80,7 +80,7 @@ def _used_up(dialect: str) -> Any:
     ended = select(func.coalesce(func.sum(Usage.device_seconds), 0.0)).where(
         Usage.owner == Key.id, Usage.day >= first, Usage.day < following
     )
-    seconds = device_seconds(is_postgresql=dialect == "postgresql", until=database_now())
+    seconds = device_seconds(is_postgresql=dialect == "postgresql", running=True)
     running = (
         select(func.coalesce(func.sum(seconds), 0.0))
         .select_from(Job)

@@ -79,7 +79,7 @@ def between(session: Session, owner: str | None, first: date, last: date) -> lis
 def running_seconds(session: Session, owners: Sequence[str]) -> dict[str, float]:
     """The time on devices so far of the attempts that are running, by owner."""
     is_postgresql = session.get_bind().dialect.name == "postgresql"
-    seconds = device_seconds(is_postgresql=is_postgresql, until=database_now())
+    seconds = device_seconds(is_postgresql=is_postgresql, running=True)
     query = (
         select(Job.owner, func.sum(seconds))
         .join(Attempt, (Attempt.job_id == Job.id) & (Attempt.attempt == Job.attempt))

@@ -1,13 +1,18 @@
 """Limits on forms: a form of this service has one file and few fields."""
 
+import errno
+import tempfile
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 from fastapi.routing import APIRoute
-from starlette._utils import AwaitableOrContextManager
+from starlette._utils import AwaitableOrContextManager, AwaitableOrContextManagerWrapper
 from starlette.datastructures import FormData
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+
+from app.errors import DiskFull, Unavailable
 
 _MAX_FIELDS = 24
 """More than any client of OpenAI's API sends, with a field for each assigned column."""
@@ -29,4 +34,20 @@ class SmallFormRoute(APIRoute):
 
 class _SmallForm(Request):
     def form(self, **_: Any) -> AwaitableOrContextManager[FormData]:
-        return super().form(max_files=1, max_fields=_MAX_FIELDS, max_part_size=_MAX_FIELD_BYTES)
+        return AwaitableOrContextManagerWrapper(self._small_form())
+
+    async def _small_form(self) -> FormData:
+        """
+        Raises:
+            HTTPException: the disk with the temporary files is full, or no more files can be opened: the form
+                itself may be valid.
+        """
+        limits = {"max_files": 1, "max_fields": _MAX_FIELDS, "max_part_size": _MAX_FIELD_BYTES}
+        try:
+            return await super().form(**limits)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                full = f"The disk of {tempfile.gettempdir()} is full: nothing was stored."
+                raise HTTPException(DiskFull.status, full) from None
+            failed = f"The upload failed ({error.strerror}): try again."
+            raise HTTPException(Unavailable.status, failed) from None

@@ -23,7 +23,7 @@ from workers.training.decision import Observed, Verdict, decide
 from workers.training.distributed.partition import partition, partition_by_length
 from workers.training.distributed.rank_timeout import Cost
 from workers.training.distributed.shares import WindowWork
-from workers.training.exceptions import InterruptionRequested, OtherRankFailed, RanksMustRestart
+from workers.training.exceptions import CannotTrain, InterruptionRequested, OtherRankFailed, RanksMustRestart
 from workers.training.noise_scale import Measurement
 from workers.training.objectives import MEASURED
 from workers.training.passes import filler, passes_of_rank
@@ -329,6 +329,22 @@ def restart_in_less_memory(training: TrainingRun, window: Indices, groups: list[
     return RanksMustRestart(f"rank {rank} ran out of memory")
 
 
+def _recompute_activations(training: TrainingRun, samples: int, tokens: int) -> None:
+    """Turns gradient checkpointing on, after running out of memory.
+
+    Args:
+        samples, tokens: those of the micro-batch.
+
+    Raises:
+        CannotTrain: the model does not support it.
+    """
+    try:
+        models.recompute_activations(training.replica.model)
+    except CannotTrain:
+        plan = training.assignment.plan
+        raise device_errors.out_of_memory_error(plan, samples, tokens, recomputed=False) from None
+
+
 def reduce_memory(
     training: TrainingRun, groups: list[Groups], failed_on: Sequence[int], lengths: Indices
 ) -> None:
@@ -364,7 +380,7 @@ def reduce_memory(
                 training.loader.limit_buckets(smaller)
         elif not already_recomputes:
             if not fallbacks.checkpointing:  # otherwise another rank's failure has just turned it on
-                models.recompute_activations(training.replica.model)
+                _recompute_activations(training, len(widest), tokens)
             fallbacks.checkpointing = True
             message = (
                 f"Out of memory{on} at {len(widest)} samples and {tokens} tokens: the window is replayed "

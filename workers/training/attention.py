@@ -5,6 +5,8 @@
 - In fp32 and tf32 only the memory-efficient kernel and the plain one (math) can run. The former does not take
   grouped heads as such, so keys and values are repeated for it; its backward pass is not deterministic, so
   that deterministic training uses the plain one, which holds all scores in memory.
+- GPUs without bf16 (before compute capability 8.0) have no flash attention either. They train in fp16, for
+  which keys and values are therefore repeated, too; on newer GPUs that only costs a little memory.
 - transformers looks for packed rows in the position ids of every forward pass: it waits for the device, or,
   while torch.compile traces the model, assumes that there are some, and passes a mask, which flash attention
   does not take. The trainer knows which rows are packed.
@@ -20,7 +22,8 @@ from torch import Tensor
 
 from app.contract.spec import RunPrecision
 
-_FLASH: tuple[RunPrecision, ...] = ("bf16", "fp16", "pure_bf16")
+_FLASH: tuple[RunPrecision, ...] = ("bf16", "pure_bf16")
+"""Precisions in which flash attention runs on every GPU that has them."""
 
 
 def choose_kernels(precision: RunPrecision, *, deterministic: bool) -> None:

@@ -102,7 +102,8 @@ def certify(training: TrainingRun) -> None:
         InterruptionRequested: an interruption was requested.
     """
     spec, state, replica = training.assignment.spec, training.state, training.replica
-    window = training.next_window()
+    # A ramp may begin with a sample or two, which no split changes: the batch that it ends with is compared.
+    window = training.loader.window(state.position.cursor, max(training.batch, spec.effective_batch_size))
     denominator = training.loader.samples.denominator(window)
     if not spec.certificate or spec.clip_mode == "each_micro_batch":
         return

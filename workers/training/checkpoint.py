@@ -7,7 +7,6 @@ no random state: every window is seeded from (seed, epoch, position), so a resum
 state.
 """
 
-import errno
 import hashlib
 import json
 import os
@@ -25,6 +24,7 @@ from torch import Tensor
 
 from app.contract.fail_points import fail_point
 from workers.run_directory import sync, write_atomically
+from workers.training.disk_errors import full_disk_reported
 from workers.training.optimizer import parameter_names
 from workers.training.parameters import Parameters
 from workers.training.state import VERSION, RunState, from_json
@@ -83,12 +83,11 @@ def save(folder: Path, state: RunState, content: Content) -> Path | None:
     _clear(folder)
     shutil.rmtree(target, ignore_errors=True)
     try:
-        partial.mkdir()
-        _write(partial, state, content)
-    except (OSError, SafetensorError) as error:
+        with full_disk_reported():
+            partial.mkdir()
+            _write(partial, state, content)
+    except (OSError, SafetensorError):
         _clear(folder)  # frees the space again if the disk is full
-        if isinstance(error, SafetensorError) and "No space left" in str(error):
-            raise OSError(errno.ENOSPC, "No space left on device") from None
         raise
     fail_point("checkpoint.written")
     partial.rename(target)

@@ -51,6 +51,8 @@ class Prepared:
     """Sequences; a pair has two."""
     split: int = 0
     """Sequences."""
+    last_answers_only: int = 0
+    """Chats of which only the last answer is learned."""
     without_targets: int = 0
     without_weight: int = 0
     unused_keys: list[str] = field(default_factory=list)
@@ -66,6 +68,11 @@ class Prepared:
         counted = (
             (self.truncated, f"cut to max_length {max_length}"),
             (self.split, "split into parts"),
+            (
+                self.last_answers_only,
+                "chats of which only the last answer is learned, because the model's chat template renders "
+                "an answer differently once other messages follow",
+            ),
             (self.without_targets, "without a token that counts toward the loss"),
         )
         notes = [f"{count} {what}" for count, what in counted if count]
@@ -322,6 +329,7 @@ def _write(
             targets.extend(int(any(counts) if place else sum(counts[1:])) for _, counts in rows)
             done += len(chunk)
             report(done, total)
+    prepared.last_answers_only = encoder.last_answers_only
     sizes = np.array([lengths, targets], dtype=np.int64).reshape(2, -1, stored)
     sizes[1, np.array(weights) == 0.0] = 0
     np.save(folder / "sizes.npy", sizes.reshape(2, -1))

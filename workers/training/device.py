@@ -41,6 +41,7 @@ def use_deterministic_kernels() -> None:
     """Makes every operation give the same bits for the same input, or raise an error that says that it
     cannot. Called before the first use of the GPU, since cuBLAS reads its setting then."""
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # one of the two values that PyTorch accepts for this
+    os.environ["FLASH_ATTENTION_DETERMINISTIC"] = "1"  # flash-attn does not know PyTorch's setting
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.benchmark = False

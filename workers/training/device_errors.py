@@ -40,18 +40,23 @@ def is_transient(error: RuntimeError) -> bool:
     return known or is_out_of_memory(error) or isinstance(error, torch.AcceleratorError)
 
 
-def out_of_memory_error(plan: Plan, samples: int, tokens: int) -> CannotTrain:
-    """The error of a job whose smallest micro-batch does not fit, with changes that would help."""
+def out_of_memory_error(plan: Plan, samples: int, tokens: int, *, recomputed: bool = True) -> CannotTrain:
+    """The error of a job whose smallest micro-batch does not fit, with changes that would help.
+
+    Args:
+        recomputed: whether gradient checkpointing was on; otherwise, the model does not support it.
+    """
     requested = "set auto_adjust_batch_size to true, " if samples > 1 else ""
     where = (
-        f"at a micro-batch of {samples} sample{'s' * (samples > 1)} and {tokens} tokens, even with gradient "
-        "checkpointing"
+        f"at a micro-batch of {samples} sample{'s' * (samples > 1)} and {tokens} tokens, "
+        + ("even with" if recomputed else "and the model does not support")
+        + " gradient checkpointing"
         if samples
         else "on a device without a micro-batch in this window"
     )
     return CannotTrain(
         "out_of_memory",
-        f"out of memory {where}: {requested}{_remedies(plan)}",
+        f"out of memory {where}: {memory_of_others()}{requested}{_remedies(plan)}",
     )
 
 
@@ -62,8 +67,24 @@ def start_out_of_memory_error(plan: Plan) -> CannotTrain:
         "out_of_memory",
         "out of memory before the first step, when the model was loaded and checked on one sample (the plan "
         f"expects {rank.predicted_peak_bytes / GIB:.2f} GiB for a step, and "
-        f"{rank.memory_limit_bytes / GIB:.2f} GiB may be used): {_remedies(plan)}",
+        f"{rank.memory_limit_bytes / GIB:.2f} GiB may be used): {memory_of_others()}{_remedies(plan)}",
     )
+
+
+_OWN_CONTEXT = GIB
+"""Bytes of a GPU that this process may take in addition to PyTorch's memory, generously."""
+
+
+def memory_of_others() -> str:
+    """The beginning of a sentence about the memory of the current GPU that other processes use; empty if they
+    use little of it, or there is no GPU."""
+    if not torch.cuda.is_initialized():
+        return ""
+    free, total = torch.cuda.mem_get_info()
+    others = total - free - torch.cuda.memory_reserved() - _OWN_CONTEXT
+    if others < _OWN_CONTEXT:
+        return ""
+    return f"other processes use about {others / GIB:.0f} GiB of this GPU: end them, or "
 
 
 def _remedies(plan: Plan) -> str:

@@ -57,6 +57,8 @@ class ExampleEncoder:
             )
         self._end = [int(tokenizer.eos_token_id)]
         self._renderers: dict[str, Renderer] = {}
+        self.last_answers_only = 0
+        """Chats of which only the last answer is learned, because of the chat template."""
 
     def __enter__(self) -> Self:
         return self
@@ -77,7 +79,7 @@ class ExampleEncoder:
     def _rows(self, chunk: list[tuple[int, SingleExample]]) -> Iterator[EncodedSequence]:
         rendered = iter(self._rendered([(line, each) for line, each in chunk if isinstance(each, Chat)]))
         pieces = [
-            _turns(number, *next(rendered)) if isinstance(example, Chat) else _pieces(example)
+            self._turns(number, *next(rendered)) if isinstance(example, Chat) else _pieces(example)
             for number, example in chunk
         ]
         encoded = self._encoded([[text for text, _ in example] for example in pieces])
@@ -96,6 +98,22 @@ class ExampleEncoder:
             elif not isinstance(example, Chat):
                 tokens, counts = self._begun_and_ended(tokens, counts)
             yield tokens, counts
+
+    def _turns(self, number: int, whole: str, parts: list[str]) -> list[Piece]:
+        """The pieces of a rendered chat.
+
+        Some templates render a turn differently once others follow: they leave out the reasoning of earlier
+        answers, for example. Then only the last turn is learned, which `last_answers_only` counts.
+
+        Args:
+            parts: for each turn to be learned, the text before it and the text to its end.
+        """
+        turns = list(zip(parts[::2], parts[1::2], strict=True))
+        if all(whole.startswith(before) and whole.startswith(upto) for before, upto in turns):
+            return _all_turns(whole, turns)
+        pieces = _last_turn(number, *turns[-1])
+        self.last_answers_only += len(turns) > 1
+        return pieces
 
     def _begun_and_ended(self, tokens: list[int], counts: list[bool]) -> tuple[list[int], list[bool]]:
         """Tokens between those that begin and end every text; a text that has them already keeps its own."""
@@ -246,18 +264,28 @@ def _opening_within(opened: str, turn: str) -> str:
     return turn[: at + len(opening)] if at >= 0 else ""
 
 
-def _turns(number: int, whole: str, parts: list[str]) -> list[Piece]:
+def _all_turns(whole: str, turns: list[tuple[str, str]]) -> list[Piece]:
     """Splits the rendered chat into pieces; of an assistant's turn, everything after its opening counts."""
     pieces: list[Piece] = []
     at = 0
-    for before, upto in zip(parts[::2], parts[1::2], strict=True):
-        if not (whole.startswith(before) and whole.startswith(upto)):
-            raise CannotTrain(
-                "chat_template",
-                f"line {number} of the data: the model's chat template renders a turn "
-                "differently once others follow, so it is unclear which tokens to learn; use "
-                "prompt and completion instead",
-            )
+    for before, upto in turns:
         pieces += [(whole[at : len(before)], False), (whole[len(before) : len(upto)], True)]
         at = len(upto)
     return [*pieces, (whole[at:], False)]
+
+
+def _last_turn(number: int, before: str, upto: str) -> list[Piece]:
+    """The last turn to be learned, after exactly the text that is before it at inference.
+
+    Raises:
+        CannotTrain: the chat template renders that text differently once the turn follows.
+    """
+    if not upto.startswith(before):
+        raise CannotTrain(
+            "chat_template",
+            f"line {number} of the data: the model's chat template renders the messages before an answer "
+            "differently once the answer follows (some leave out a system message then), so it is unclear "
+            "which tokens to learn: put the system message into the user's first message, or use prompt and "
+            "completion",
+        )
+    return [(before, False), (upto[len(before) :], True)]

@@ -43,8 +43,12 @@ _TMPFS_OPTIONS = b"size=10%,nr_inodes=200k"
 _SHARED = ("/tmp", "/var/tmp", "/dev/shm")
 """Folders that every process may write to; an isolated process gets empty ones of its own."""
 
-_DEVICES = ("null", "zero", "full", "random", "urandom", "tty", "nvidia*", "nvidia-caps", "dri", "kfd")
-"""The only devices in /dev: no disk, no memory, no console."""
+_DEVICES = (
+    "null", "zero", "full", "random", "urandom", "tty",
+    "nvidia*", "nvidia-caps", "dri", "kfd", "dxg", "infiniband", "gdrdrv",
+)  # fmt: skip
+"""The only devices in /dev: GPUs (dxg: in the Windows Subsystem for Linux) and the network between them; no
+disk, no memory, no console."""
 
 _KERNEL_PARTS = ("sys", "irq", "bus", "fs", "acpi", "scsi", "sysrq-trigger")
 """Parts of /proc that configure the kernel; the others are about processes."""

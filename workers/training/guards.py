@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from workers.training.decision import Totals, Verdict
-from workers.training.device_errors import is_out_of_memory
+from workers.training.device_errors import is_out_of_memory, memory_of_others
 from workers.training.exceptions import CannotTrain
 from workers.training.window import Window, WindowResult
 
@@ -41,7 +41,8 @@ def finish(window: Window, totals: Totals, verdict: Verdict) -> WindowResult:
             raise
         raise CannotTrain(
             "out_of_memory",
-            "out of memory in the optimizer's step, which does not depend on the micro-batch: freeze some of "
+            "out of memory in the optimizer's step, which does not depend on the micro-batch: "
+            f"{memory_of_others()}freeze some of "
             "the model, choose adafactor or lora, or use a GPU with more memory",
         ) from None
 

@@ -41,13 +41,10 @@ from workers.training.gradient_error import gradient_error
 from workers.training.loss import TokenLoss
 from workers.training.loss_checks import typical_samples
 from workers.training.replica import Replica
+from workers.training.window import at_safe_loss_scale
 
 _HALVES = ("bf16", "fp16", "pure_bf16")
 """The precisions in which flash-attn runs."""
-
-
-_SAFE_LOSS_SCALE = 256.0
-"""A loss scale for fp16 at which gradients do not overflow."""
 
 
 class Kernels(Protocol):
@@ -394,16 +391,8 @@ def _change_of_gradient(kernels: Kernels, replica: Replica, loader: Loader) -> f
         for batch in batches:
             step.add(batch)
 
-    scale = replica.loss_scale
-    before = scale.value if scale else 0.0
-    try:
-        if scale:  # its first value may be too large for any gradient
-            scale.value = min(scale.value, _SAFE_LOSS_SCALE)
-        with models.without_randomness(replica.model):
-            return gradient_error(step.window, accumulate, True, False)
-    finally:
-        if scale:
-            scale.value = before
+    with at_safe_loss_scale(replica.loss_scale), models.without_randomness(replica.model):
+        return gradient_error(step.window, accumulate, True, False)
 
 
 @contextmanager

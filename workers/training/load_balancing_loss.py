@@ -13,6 +13,7 @@ times too large.
   loss.
 """
 
+import sys
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -114,7 +115,8 @@ class LoadBalancingLoss:
 def load_balancing_loss_of(
     model: Any, scope: Literal["window", "sequence", "none"]
 ) -> LoadBalancingLoss | None:
-    """The load-balancing loss of a model's config, or None if it has none or `scope` is \"none\".
+    """The load-balancing loss of a model's config, or None if `scope` is \"none\", or if transformers adds
+    none: its model may have a config with the same fields, but no such loss (Llama 4).
 
     Raises:
         CannotTrain: the coefficient or the number of active experts is not usable.
@@ -125,6 +127,8 @@ def load_balancing_loss_of(
     experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
     top_k = getattr(config, "num_experts_per_tok", None)
     if scope == "none" or not (coefficient and experts and top_k):
+        return None
+    if not hasattr(sys.modules[type(inner).__module__], "load_balancing_loss_func"):
         return None
     if not all(isinstance(each, int | float) for each in (coefficient, experts, top_k)):
         return None  # fields of those names in another family's config

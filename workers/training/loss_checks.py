@@ -101,8 +101,12 @@ def check_causality(replica: Replica, loader: Loader, group: Group) -> None:
         error, tolerance = (error, _rounding(replica)) if exact is None else (exact, ROUNDING_IN_FP64)
     error = group.broadcast(error)
     if not isfinite(error):
+        overflows = replica.precision == "fp16"
         raise CannotTrain(
-            "not_finite", "the model's loss on a sample is not finite: check its config.json and its weights"
+            "not_finite",
+            "the model's loss on a sample is not finite: "
+            + ('its values may be too large for fp16: set mixed_precision to "no". Otherwise, ' * overflows)
+            + "check its config.json and its weights",
         )
     if error > tolerance:
         raise CannotTrain(

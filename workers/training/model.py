@@ -18,6 +18,7 @@ from app.contract.model_reference import LoraSpec
 from app.contract.spec import MethodSpec, RunPrecision
 from workers.run_directory import sync
 from workers.training.adapters import adapted_through_their_weights, with_adapters
+from workers.training.disk_errors import full_disk_reported
 from workers.training.exceptions import CannotTrain
 from workers.training.host_memory import available_on_host
 from workers.training.model_parts import language_model_of, towers_within
@@ -298,16 +299,29 @@ def save(
     _restore_dropout(model)
     if score_layer_of(model) is not None:
         align_tokenizer(tokenizer, model.config)
-    model.save_pretrained(partial)
-    # Several chat templates would be saved in a folder, and a result consists of plain files.
-    tokenizer.save_pretrained(partial, save_jinja_files=not isinstance(tokenizer.chat_template, dict))
-    if (adapters := partial / "adapter_config.json").exists():  # where peft has put a path of this machine
-        own = {"base_model_name_or_path": base, "revision": revision}
-        adapters.write_text(json.dumps({**json.loads(adapters.read_text()), **own}, indent=2))
-    (partial / "README.md").unlink(missing_ok=True)  # peft's, a template that is not filled in
-    for path in (*partial.iterdir(), partial):
-        sync(path)
+    try:
+        with full_disk_reported():
+            _write(model, tokenizer, partial, {"base_model_name_or_path": base, "revision": revision})
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)  # frees the space again if the disk is full
+        raise
     shutil.rmtree(target, ignore_errors=True)
     partial.rename(target)
     sync(target.parent)
     return tuple(sorted(file.name for file in target.iterdir()))
+
+
+def _write(model: Any, tokenizer: Any, folder: Path, base: dict[str, str | None]) -> None:
+    """Writes a model's files, and flushes them to disk.
+
+    Args:
+        base: the fields of an adapter's config that name its base model.
+    """
+    model.save_pretrained(folder)
+    # Several chat templates would be saved in a folder, and a result consists of plain files.
+    tokenizer.save_pretrained(folder, save_jinja_files=not isinstance(tokenizer.chat_template, dict))
+    if (adapters := folder / "adapter_config.json").exists():  # where peft has put a path of this machine
+        adapters.write_text(json.dumps({**json.loads(adapters.read_text()), **base}, indent=2))
+    (folder / "README.md").unlink(missing_ok=True)  # peft's, a template that is not filled in
+    for path in (*folder.iterdir(), folder):
+        sync(path)

@@ -7,7 +7,7 @@ count positions, or divide attention into blocks, over the whole row, which only
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf, isfinite
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from app.contract.spec import Spec
 from workers.reporter import Reporter
 from workers.training import device_errors
 from workers.training import model as models
+from workers.training.attention import heads_repeated
 from workers.training.batch_loader import Indices, Loader
 from workers.training.batches import BatchLayout, collate, cut_window
 from workers.training.data import Tokens
@@ -144,19 +145,21 @@ def fill_row(lengths: Indices, most_tokens: int, most_samples: int) -> list[int]
 def _why_row_mixes(replica: Replica, samples: Sequence[Tokens], layouts: Layouts) -> str | None:
     """Why the samples cannot be packed into a row; None if packing changes their loss only by rounding.
 
-    If memory does not suffice to check a row, half of the row is checked: training on it would need even
-    more.
+    If memory does not suffice to check a row, half of the row is checked: it is checked in the precision of
+    the weights, in which fewer tokens may fit than in training.
     """
     if _scales_by_position_in_row(replica.model, sum(map(len, samples))):
         return "it scales attention by the position in the row"  # which rounding in 16 bits may hide
     try:
         found, rounding = _errors(replica, samples, layouts)
     except RuntimeError as error:
-        if not device_errors.is_out_of_memory(error) or replica.is_sharded or len(samples) <= 2:
+        if not device_errors.is_out_of_memory(error) or replica.is_sharded:
             raise
         found = None  # what failed is freed only after this block
     if found is None:
         replica.free_memory()
+        if len(samples) <= 2:
+            return "there is too little memory to check it"
         return _why_row_mixes(replica, samples[: (len(samples) + 1) // 2], layouts)
     is_precise = rounding < _ROUNDING_IN_16_BITS
     seems_apart = found.within(ROUNDING_IN_FP64, rounding)
@@ -191,8 +194,10 @@ def _errors(replica: Replica, samples: Sequence[Tokens], layouts: Layouts) -> tu
 
     with models.without_randomness(replica.model):
         if not replica.is_sharded:
+            kind: Literal["cpu", "cuda"] = "cuda" if replica.device.type == "cuda" else "cpu"
             try:
-                return errors(), _rounding_of_weights(replica)
+                with heads_repeated(kind, "fp32"):  # otherwise, attention in fp32 would hold all scores
+                    return errors(), _rounding_of_weights(replica)
             except RuntimeError as error:
                 if device_errors.is_out_of_memory(error):
                     raise

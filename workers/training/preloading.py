@@ -108,10 +108,10 @@ def _set_name(name: str) -> None:
 
 
 def _has_opened_a_gpu() -> bool:
-    """Whether this process has an open file of NVIDIA's driver, as after any call of CUDA."""
+    """Whether this process has an open file of a GPU's driver, as after any call of CUDA."""
     for entry in Path("/proc/self/fd").glob("*"):
         try:
-            if str(entry.readlink()).startswith("/dev/nvidia"):
+            if str(entry.readlink()).startswith(("/dev/nvidia", "/dev/dxg")):
                 return True
         except OSError:
             continue  # the descriptor with which the folder was read

@@ -7,6 +7,7 @@ from workers.training import guards
 from workers.training.accumulate import TrainedWindow
 from workers.training.batch_loader import Indices
 from workers.training.training_run import TrainingRun
+from workers.training.window import at_safe_loss_scale
 
 _MAX_SAMPLES_LISTED = 1000
 """The maximum number of samples that the event of a skipped window lists."""
@@ -31,12 +32,13 @@ def skip(training: TrainingRun, window: Indices, trained: TrainedWindow | None) 
             reason, found = "its loss or gradient is not finite.", "Samples that cause it"
             whole = samples.denominator(window)
             if training.group.leads and not training.replica.is_sharded:
-                named = guards.samples_at_fault(
-                    training.replica.window,
-                    lambda s: _add_alone(training, s, whole),
-                    counted,
-                    training.interrupted,
-                )
+                with at_safe_loss_scale(training.replica.loss_scale):
+                    named = guards.samples_at_fault(
+                        training.replica.window,
+                        lambda s: _add_alone(training, s, whole),
+                        counted,
+                        training.interrupted,
+                    )
         training.group.wait()
         if training.replica.is_sharded:
             which = "The samples that cause it were not searched for, since the model is sharded."

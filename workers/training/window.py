@@ -16,7 +16,8 @@ tests/training/test_own_loop.py is such a loop.
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
 from math import sqrt
@@ -85,6 +86,23 @@ class LossScale:
         if self.good_windows == self.windows_to_grow:
             self.value *= 2
             self.good_windows = 0
+
+
+_SAFE_LOSS_SCALE = 256.0
+"""A loss scale for fp16 at which gradients do not overflow."""
+
+
+@contextmanager
+def at_safe_loss_scale(scale: LossScale | None) -> Iterator[None]:
+    """Within the block, the loss scale is small: its first value may be too large for any gradient."""
+    if scale is None:
+        yield
+        return
+    before, scale.value = scale.value, min(scale.value, _SAFE_LOSS_SCALE)
+    try:
+        yield
+    finally:
+        scale.value = before
 
 
 @dataclass(frozen=True)

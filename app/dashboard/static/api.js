@@ -13,6 +13,10 @@ export class ServiceError extends Error {
   }
 }
 
+/** What to tell the user about a failed request. */
+export const messageOf = (error) =>
+  error instanceof ServiceError ? error.message : "The service cannot be reached. Is it running?";
+
 export const key = {
   get: () => sessionStorage.getItem(KEY),
   set: (value) => (value ? sessionStorage.setItem(KEY, value) : sessionStorage.removeItem(KEY)),
@@ -63,10 +67,25 @@ export async function upload(file, columns = null) {
   return (await request("v1/files", { method: "POST", body: form })).json();
 }
 
-/** Downloads a file. With a key, this page fetches the file itself, because a link cannot send the key. */
-export async function download(path, name) {
+/**
+ * Downloads a file. With a key, this page fetches the file itself, because a link cannot send the key.
+ *
+ * @param {(bytes: number) => void} onProgress gets the number of bytes received so far
+ */
+export async function download(path, name, onProgress) {
   let url = path;
-  if (key.get()) url = URL.createObjectURL(await (await request(path)).blob());
+  if (key.get()) {
+    const answer = await request(path);
+    const type = answer.headers.get("Content-Type") ?? "";
+    const parts = [];
+    let received = 0;
+    for await (const part of chunksOf(answer.body)) {
+      parts.push(part);
+      received += part.length;
+      onProgress(received);
+    }
+    url = URL.createObjectURL(new Blob(parts, { type }));
+  }
   const link = document.createElement("a");
   link.href = url;
   link.download = name;
@@ -95,7 +114,8 @@ export function delay(milliseconds, signal) {
 }
 
 /**
- * Calls `look` repeatedly until it returns false. While the service cannot be reached, retries with growing delays.
+ * Calls `look` repeatedly until it returns false. While the service cannot be reached or is busy, retries with growing
+ * delays.
  *
  * @param {() => Promise<boolean>} look returns whether to call it again
  */
@@ -107,7 +127,7 @@ export async function poll(look, milliseconds, signal) {
       wait = milliseconds;
     } catch (error) {
       if (signal.aborted) return;
-      if (error instanceof ServiceError && error.status < 500) throw error;
+      if (error instanceof ServiceError && error.status < 500 && error.status !== 429) throw error;
       wait = Math.min(MAX_RETRY_DELAY_MS, wait * 2);
     }
     while (document.hidden && !signal.aborted) await delay(500, signal).catch(() => {});
@@ -117,27 +137,41 @@ export async function poll(look, milliseconds, signal) {
 
 /**
  * Passes every event of a job to `onEvent`: first the past ones, then each new one. After a lost connection, continues
- * with the next event. EventSource cannot be used, because it cannot send a key.
+ * with the next event. A hidden page closes its connection: browsers allow six to a service, for all tabs together.
+ * EventSource cannot be used, because it cannot send a key.
  *
  * @param {(event: Object) => void} onEvent
+ * @param {string} last the last event that is known already
+ * @returns {Promise<string>} the last event
  */
-export async function follow(jobId, onEvent, signal) {
-  let last = "";
+export async function follow(jobId, onEvent, signal, last = "") {
   await poll(
     async () => {
-      const more = { Accept: "text/event-stream", ...(last ? { "Last-Event-ID": last } : {}) };
-      const answer = await request(`gradient-accumulation/training/${jobId}/events`, { headers: more, signal });
-      if (answer.status === 204) return false;
-      for await (const event of parseEvents(answer.body)) {
-        if (!event.id) continue; // progress within a window
-        last = event.id;
-        onEvent(JSON.parse(event.data));
+      if (document.hidden) return true;
+      const hidden = new AbortController();
+      const whenHidden = () => document.hidden && hidden.abort();
+      document.addEventListener("visibilitychange", whenHidden);
+      try {
+        const more = { Accept: "text/event-stream", ...(last ? { "Last-Event-ID": last } : {}) };
+        const either = AbortSignal.any([signal, hidden.signal]);
+        const answer = await request(`gradient-accumulation/training/${jobId}/events`, { headers: more, signal: either });
+        if (answer.status === 204) return false;
+        for await (const event of parseEvents(answer.body)) {
+          if (!event.id) continue; // progress within a window
+          last = event.id;
+          onEvent(JSON.parse(event.data));
+        }
+      } catch (error) {
+        if (!hidden.signal.aborted) throw error;
+      } finally {
+        document.removeEventListener("visibilitychange", whenHidden);
       }
-      return true; // the job has ended (then the next request gets a 204), or the connection broke
+      return true; // the job has ended (then the next request gets a 204), or the connection ended
     },
     500,
     signal,
   );
+  return last;
 }
 
 /**
@@ -158,6 +192,15 @@ export async function ask(path, body, onChunk, signal) {
     const chunk = JSON.parse(data);
     if (chunk.error) throw new ServiceError(503, { detail: chunk.error.message, error: chunk.error });
     onChunk(chunk);
+  }
+}
+
+async function* chunksOf(body) {
+  const reader = body.getReader();
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    yield value;
   }
 }
 

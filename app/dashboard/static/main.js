@@ -1,6 +1,6 @@
 /** Shows the page that the URL names after `#/`; the URL also holds the choices made on that page. */
 
-import { key, ServiceError } from "./api.js";
+import { key, messageOf, ServiceError } from "./api.js";
 import { fill, h } from "./dom.js";
 import * as compare from "./pages/compare.js";
 import * as gpus from "./pages/gpus.js";
@@ -53,13 +53,12 @@ function decoded(part) {
 }
 
 function problem(error, again = true) {
-  const message = error instanceof ServiceError ? error.message : "The service cannot be reached. Is it running?";
   if (!(error instanceof ServiceError)) console.warn(error);
   return h(
     "section",
     { class: "panel problem", role: "alert" },
     h("h2", {}, "Something went wrong"),
-    h("p", {}, message),
+    h("p", {}, messageOf(error)),
     again && h("p", { class: "actions" }, h("button", { type: "button", onclick: show }, "Try again")),
   );
 }
@@ -101,9 +100,23 @@ dialog.addEventListener("close", () => {
 });
 
 const connectionBanner = document.getElementById("connection");
-document.addEventListener("connection", (event) => {
-  connectionBanner.hidden = event.detail;
-  connectionBanner.textContent = event.detail ? "" : "The service does not answer. This page retries every few seconds.";
+let asking = null;
+document.addEventListener("connection", ({ detail: reachable }) => {
+  connectionBanner.hidden = reachable;
+  connectionBanner.textContent = reachable ? "" : "The service does not answer. This page tries again every few seconds.";
+  clearInterval(asking);
+  if (!reachable) asking = setInterval(askAgain, 3000);
+});
+
+/** Hides the banner once the service answers again: not every page makes requests by itself. */
+async function askAgain() {
+  const answer = await fetch("healthz").catch(() => null);
+  if (answer?.ok) document.dispatchEvent(new CustomEvent("connection", { detail: true }));
+}
+
+document.querySelector(".skip").addEventListener("click", (event) => {
+  event.preventDefault(); // the part of the address after # names the page
+  main.focus();
 });
 
 addEventListener("hashchange", () => {

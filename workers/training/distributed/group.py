@@ -232,7 +232,9 @@ def connect(plan: Plan, rank: int, size: int) -> Iterator[Group]:
     if size != len(plan.ranks):
         raise ValueError(f"{size} ranks were started, but the plan has {len(plan.ranks)}")
     shared = len({each.gpu_id for each in plan.ranks}) < size
-    group = ProcessGroup.connected(rank, size, "nccl" if plan.device == "cuda" and not shared else "gloo")
+    sliced = any(" MIG " in (each.name or "") for each in plan.ranks)  # NCCL takes two slices for one GPU
+    by_nccl = plan.device == "cuda" and not shared and not sliced
+    group = ProcessGroup.connected(rank, size, "nccl" if by_nccl else "gloo")
     yield group
     group.close()
 

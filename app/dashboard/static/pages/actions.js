@@ -31,14 +31,14 @@ export function actions(job, refresh) {
   const timedOut = job.status === "failed" && job.error?.code === "timeout";
   const errorElement = h("small", { class: "is-bad", role: "alert" });
   async function act(name, button) {
-    if (CONFIRMATIONS[name] && !confirm(CONFIRMATIONS[name])) return;
+    if (CONFIRMATIONS[name] && !confirm(`${job.model_name}, …${job.id.slice(-6)}\n\n${CONFIRMATIONS[name]}`)) return;
     button.disabled = true;
     const path = `gradient-accumulation/training/${job.id}`;
     let requested = null;
     try {
       if (name === "delete") {
         await remove(path);
-        location.hash = "#/jobs";
+        if (location.hash.startsWith("#/job/")) location.hash = "#/jobs"; // the list keeps its filters
       } else {
         const answer = await post(`${path}/${name}`);
         requested = answer.requested;

@@ -28,6 +28,9 @@ export async function show(main, { chosen, signal }) {
   const { data } = await get("gradient-accumulation/training?limit=100", signal);
   const trained = data.filter((job) => job.progress.step > 1);
   const ids = (chosen.get("ids") ?? "").split(",").filter(Boolean);
+  const older = ids.filter((id) => !trained.some((job) => job.id === id)).slice(0, MAX_JOBS);
+  const found = await Promise.all(older.map((id) => get(`gradient-accumulation/training/${id}`, signal).catch(() => null)));
+  trained.push(...found.filter(Boolean));
   const result = h("div", {});
   const curve = chart("Loss", { x: "samples seen", y: "loss, mean over equally many samples" }, help("loss"));
   const figure = h("section", { class: "panel", "aria-label": "Losses", hidden: true }, curve.element);

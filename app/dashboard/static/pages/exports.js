@@ -1,9 +1,10 @@
 /** Exports a trained model for other tools, and shows how far it agrees with the original. */
 
-import { delay, download, get, post, remove, ServiceError } from "../api.js";
+import { delay, get, messageOf, post, remove } from "../api.js";
 import { announce, fill, h } from "../dom.js";
 import { bytes, number, percent } from "../format.js";
 import { help, select } from "../terms.js";
+import { downloadButton } from "./downloads.js";
 import { scoresSequences } from "./jobs.js";
 
 const EVERY = 1000;
@@ -41,8 +42,7 @@ export function exportSection(job, signal) {
       fill(shown, made.status === "succeeded" ? ready(made) : h("p", { class: "is-bad" }, made.error));
     } catch (error) {
       if (signal.aborted) return;
-      if (!(error instanceof ServiceError)) throw error;
-      fill(shown, h("p", { class: "is-bad", role: "alert" }, error.message));
+      fill(shown, h("p", { class: "is-bad", role: "alert" }, messageOf(error)));
     } finally {
       button.disabled = false;
     }
@@ -51,6 +51,7 @@ export function exportSection(job, signal) {
   function ready(made) {
     const { agreement, near_ties: ties, tokens, samples, held_out: held } = made.verification;
     const commands = [made.commands.vllm, made.commands.ollama].filter(Boolean);
+    const failed = h("small", { class: "is-bad", role: "alert" });
     const element = h(
       "div",
       {},
@@ -66,22 +67,23 @@ export function exportSection(job, signal) {
       h(
         "p",
         { class: "actions" },
-        h(
-          "button",
-          { type: "button", class: "primary", onclick: () => download(made.download, `${made.id}.tar`) },
-          "Download the export",
-        ),
+        downloadButton("Download the export", made.download, `${made.id}.tar`, "primary"),
         h(
           "button",
           {
             type: "button",
             onclick: async () => {
-              await remove(`${path}/${made.id}`);
-              element.remove();
+              try {
+                await remove(`${path}/${made.id}`);
+                element.remove();
+              } catch (error) {
+                failed.textContent = messageOf(error);
+              }
             },
           },
           "Delete it",
         ),
+        failed,
       ),
     );
     return element;

@@ -22,7 +22,7 @@ export async function show(main, { signal }) {
     return true;
   }
   await refresh();
-  poll(refresh, EVERY, signal);
+  await poll(refresh, EVERY, signal);
 }
 
 function showGpus(section, { gpu_info: seen, declared }) {

@@ -1,11 +1,12 @@
 /** One job: its progress, charts, events and result. */
 
-import { download, follow, get, poll, query } from "../api.js";
+import { follow, get, poll, query } from "../api.js";
 import { chart, horizontalLine, preload } from "../charts.js";
 import { announce, fill, h, table } from "../dom.js";
 import { bytes, dateTime, duration, fixed, number, percent } from "../format.js";
 import { help } from "../terms.js";
 import { actions } from "./actions.js";
+import { downloadButton } from "./downloads.js";
 import { exportSection } from "./exports.js";
 import { badge, method, scoresSequences, waitingReason } from "./jobs.js";
 import { playground } from "./playground.js";
@@ -62,7 +63,7 @@ export async function show(main, { id, signal }) {
     const possible = `${job.status} ${job.requested}`;
     if (possible !== shownActions) {
       shownActions = possible;
-      fill(acting, actions(job, look));
+      fill(acting, actions(job, lookAgain));
     }
     const progress = `${job.status} ${job.attempt} ${job.progress.step}`;
     if (progress !== drawn) {
@@ -92,7 +93,22 @@ export async function show(main, { id, signal }) {
     );
     if (events.childElementCount > MOST_EVENTS) events.lastElementChild.remove();
   };
-  await Promise.all([poll(look, EVERY, signal), follow(id, showEvent, signal)]);
+  let lastEvent = "";
+  let watching = false;
+  async function watch() {
+    if (watching) return;
+    watching = true;
+    try {
+      [, lastEvent] = await Promise.all([poll(look, EVERY, signal), follow(id, showEvent, signal, lastEvent)]);
+    } finally {
+      watching = false;
+    }
+  }
+  /** After an action: a job that had ended may be queued again. */
+  async function lookAgain() {
+    if (await look()) watch();
+  }
+  await watch();
 }
 
 function makeCharts() {
@@ -372,17 +388,11 @@ async function showOutcome(outcome, job, signal) {
     h(
       "p",
       { class: "actions" },
-      result.model_path &&
-        h(
-          "button",
-          { type: "button", class: "primary", onclick: () => download(`${path}/model`, `${job.id}.tar`) },
-          "Download the model",
-        ),
+      result.model_path && downloadButton("Download the model", `${path}/model`, `${job.id}.tar`, "primary"),
       result.model_path && h("a", { href: `#/plan${query({ model: job.id, method: method(job) })}` }, "Train it further"),
-      h("button", { type: "button", onclick: () => download(`${path}/metrics?format=csv`, `${job.id}.csv`) }, "Metrics as CSV"),
-      h("button", { type: "button", onclick: () => download(`${path}/log`, `${job.id}.jsonl`) }, "Log"),
-      job.links.profile &&
-        h("button", { type: "button", onclick: () => download(`${path}/profile/trace.json`, `${job.id}-trace.json`) }, "Trace"),
+      downloadButton("Metrics as CSV", `${path}/metrics?format=csv`, `${job.id}.csv`),
+      downloadButton("Log", `${path}/log`, `${job.id}.jsonl`),
+      job.links.profile && downloadButton("Trace", `${path}/profile/trace.json`, `${job.id}-trace.json`),
       h("a", { href: `#/recommendations?training_id=${job.id}` }, "Recommendations for the next job"),
     ),
     result.model_path && !scoresSequences(job) && playground(job, signal),

@@ -145,7 +145,7 @@ export async function show(main, { chosen, signal }) {
     ];
   }
   await look();
-  poll(look, EVERY, signal);
+  await poll(look, EVERY, signal);
 }
 
 /** A link to the sweep that a job belongs to. */

@@ -1,6 +1,6 @@
 /** Plans a job: shows whether and how it fits, and starts it. */
 
-import { delay, get, post, query, ServiceError, upload } from "../api.js";
+import { delay, get, messageOf, post, query, ServiceError, upload } from "../api.js";
 import { chart, horizontalLine } from "../charts.js";
 import { announce, fill, h, table } from "../dom.js";
 import { bytes, duration, number, percent } from "../format.js";
@@ -195,7 +195,12 @@ export async function show(main, { chosen, signal }) {
           vary ? made.jobs.map(sweptDryRun) : h("p", {}, h("span", { class: "is-ok" }, "This would run: "), dryRun(made)),
         );
     } catch (error) {
-      if (!(error instanceof ServiceError)) throw error;
+      if (signal.aborted) return;
+      if (!(error instanceof ServiceError)) {
+        const again = dry ? "" : " Once it answers, press Start again: the job is never started twice.";
+        fill(starting, h("p", { class: "is-bad", role: "alert" }, messageOf(error) + again));
+        return;
+      }
       idempotencyKey = crypto.randomUUID?.() ?? String(Math.random());
       if (!showRefusal(error)) fill(starting, h("p", { class: "is-bad", role: "alert" }, error.message));
     } finally {
@@ -223,8 +228,8 @@ export async function show(main, { chosen, signal }) {
     try {
       showData(data, await get(`${ROOT}/datasets/${file}/preview${query({ model_name: model, max_length: length })}`, signal));
     } catch (error) {
-      if (!(error instanceof ServiceError)) throw error;
-      fill(data, h("p", { class: "is-bad", role: "alert" }, error.message));
+      if (signal.aborted) return;
+      fill(data, h("p", { class: "is-bad", role: "alert" }, messageOf(error)));
     } finally {
       button.disabled = false;
       data.scrollIntoView({ block: "nearest" });

@@ -78,7 +78,7 @@ export async function show(main, { id, signal }) {
     return sweep.jobs.some((job) => !ENDED.includes(job.status));
   }
 
-  if (await look(first)) poll(async () => look(await get(path, signal)), EVERY, signal);
+  if (await look(first)) await poll(async () => look(await get(path, signal)), EVERY, signal);
 }
 
 /** The order in which jobs are drawn: the best first, then by their losses. */

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from app.maintenance.misspelled_settings import misspelled, misspelled_settings
+from app.maintenance.ineffective_settings import ineffective_settings, misspelled
 
 
 def test_a_name_that_resembles_a_setting_is_reported() -> None:
@@ -21,4 +21,4 @@ def test_variables_of_accrue_s_own_processes_are_not_settings() -> None:
 def test_a_line_of_the_env_file_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / ".env").write_text("ACCRUE_OFLINE=true\n")
     monkeypatch.chdir(tmp_path)
-    assert any("did you mean ACCRUE_OFFLINE?" in message for message in misspelled_settings())
+    assert any("did you mean ACCRUE_OFFLINE?" in message for message in ineffective_settings())
