@@ -234,6 +234,7 @@ def _cells(text: io.TextIOWrapper, is_tsv: bool) -> Iterator[Row]:
         header = next(rows, [])
         if len(set(header)) < len(header):
             raise BadFile("Two columns have the same name: the first row must have a name for each column.")
+        number = 1
         for number, cells in enumerate(rows, start=2):  # the header is row 1, as in a spreadsheet
             if not cells:
                 continue

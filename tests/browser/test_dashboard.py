@@ -288,7 +288,7 @@ def test_a_rejected_upload_clears_the_selected_file(
     table = tmp_path / "table.csv"
     table.write_text("question,answer\n1,2\n")
     page.get_by_label("Upload JSON lines").set_input_files(table)
-    expect(page.get_by_role("alert").filter(has_text="table.csv was not uploaded")).to_contain_text("Row 1")
+    expect(page.get_by_role("alert").filter(has_text="table.csv was not uploaded")).to_contain_text("Row 2")
     expect(chosen).to_have_value("")
     noticed.faults.clear()  # a browser writes every answer of 400 into its console
     page.get_by_label("Column mapping").fill("prompt=question, completion = answer")

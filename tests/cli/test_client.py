@@ -12,7 +12,7 @@ import httpx2 as httpx
 import pytest
 
 from app.cli import main, terminal
-from app.cli.client import Client, ServiceError
+from app.cli.client import Client, LostConnection, ServiceError, TemporaryError
 
 
 def test_base_urls_are_accepted_in_the_openai_client_s_form() -> None:
@@ -137,3 +137,69 @@ def test_unusable_arguments_give_one_line_and_no_traceback(
     assert ended.value.code in (1, 2)
     assert "Traceback" not in shown
     assert shown
+
+
+@pytest.mark.parametrize("proxy", ["HTTP_PROXY", "ALL_PROXY"])
+def test_a_service_on_this_machine_is_asked_without_a_proxy(
+    monkeypatch: pytest.MonkeyPatch, proxy: str
+) -> None:
+    monkeypatch.setenv(proxy, "http://127.0.0.1:9")
+    for url in ("http://127.0.0.1:8000", "http://localhost:8000", "http://[::1]:8000"):
+        with Client(url) as client:
+            assert client._http._transport_for_url(httpx.URL(url)) is client._http._transport
+    with Client("http://accrue.example") as client:
+        asked = client._http._transport_for_url(httpx.URL("http://accrue.example"))
+        assert asked is not client._http._transport
+
+
+def test_watching_outlives_a_restart_of_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = [LostConnection("no service answers"), TemporaryError("busy"), {"status": "running"}]
+
+    class Service(Client):
+        def __init__(self) -> None:
+            pass
+
+        def get(self, path: str, **kw: Any) -> Any:
+            answer = answers.pop(0)
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+    slept: list[float] = []
+    moment = SimpleNamespace(sleep=slept.append, monotonic=lambda: sum(slept))
+    monkeypatch.setattr("app.cli.client.time", moment)
+    said: list[str] = []
+    assert Service().get_patiently("/job", said.append) == {"status": "running"}
+    assert said == ["no service answers (trying again for 5 minutes)"]
+    answers += [LostConnection("gone")] * 1000
+    with pytest.raises(LostConnection):
+        Service().get_patiently("/job", said.append)
+    assert 300 < sum(slept) < 320
+
+
+def test_a_refusal_is_not_repeated() -> None:
+    class Service(Client):
+        def __init__(self) -> None:
+            pass
+
+        def get(self, path: str, **kw: Any) -> Any:
+            raise ServiceError("no such job")
+
+    with pytest.raises(ServiceError, match="no such job"):
+        Service().get_patiently("/job", lambda _: None)
+
+
+def test_interrupting_a_wait_reports_that_the_job_continues(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Service(Client):
+        def __init__(self) -> None:
+            pass
+
+        def get(self, path: str, **kw: Any) -> Any:
+            raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit) as ended:
+        terminal.wait_for(Service(), "ftjob-1", "measuring", quiet=True)
+    assert ended.value.code == 130
+    assert "accrue cancel ftjob-1" in capsys.readouterr().err.replace("\n", " ")

@@ -15,6 +15,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from app.contract.data_formats import parse_line
+from app.datasets import conversion
 from app.datasets.conversion import convert
 from app.datasets.file_types import ReadOptions
 from app.settings import Settings
@@ -168,11 +169,9 @@ def test_columns_are_assigned_to_fields(client: TestClient, kind: str) -> None:
         assert [json.loads(line) for line in stored] == expected
     without = upload(client, f"data.{kind}", content)
     assert "columns=" in without["detail"]
+    first = {"jsonl": "Line 1", "csv": "Row 2"}.get(kind, "Row 1")  # in a spreadsheet, the header is row 1
     missing = upload(client, f"data.{kind}", content, columns='{"text": "body"}')
-    assert missing["detail"] == (
-        f"{'Line' if kind == 'jsonl' else 'Row'} 1 has no column 'body'; it has 'answer', 'prompt', "
-        "'question'."
-    )
+    assert missing["detail"] == (f"{first} has no column 'body'; it has 'answer', 'prompt', 'question'.")
 
 
 def test_openai_s_client_uploads_a_table_with_assigned_columns(client: TestClient) -> None:
@@ -222,13 +221,13 @@ def test_a_long_document_is_divided_at_the_ends_of_lines(client: TestClient, set
 @pytest.mark.parametrize(
     ("name", "content", "problem"),
     [
-        ("a.csv", b"prompt,completion\na,b,c\n", "Row 1 has 3 cells, but there are 2 columns"),
-        ("a.csv", b'prompt,completion\n"a,b\n', "Not valid CSV after row 0"),
+        ("a.csv", b"prompt,completion\na,b,c\n", "Row 2 has 3 cells, but there are 2 columns"),
+        ("a.csv", b'prompt,completion\n"a,b\n', "Not valid CSV after row 1"),
         ("a.csv", b"prompt,prompt\na,b\n", "Two columns have the same name"),
         ("a.csv", b"text\n\xff\n", "Not UTF-8 text after row 0"),
         ("a.csv", b"text\n", "no sample"),
         ("a.csv", b"", "no sample"),
-        ("a.csv", b"text,weight\nhi,much\n", "Row 1: weight: Input should be a valid number"),
+        ("a.csv", b"text,weight\nhi,much\n", "Row 2: weight: Input should be a valid number"),
         ("a.json", b'[{"text": "a"}, {"text": ', "Not valid JSON after row 1"),
         ("a.json", b'[{"text": "a"}, "b"]', "Row 2: expected a JSON object, found str"),
         ("a.json", b'[{"text": "a\\u0000"}]', "Row 1: text: has a NUL character"),
@@ -391,3 +390,15 @@ def test_a_full_disk_is_not_the_file_s_fault(settings: Settings, tmp_path: Path)
     with pytest.raises(OSError, match="No space left") as caught:
         convert([(source, "a.csv")], Path("/dev/full"), ReadOptions(), settings, "file")
     assert caught.value.errno == errno.ENOSPC
+
+
+def test_a_missing_library_is_named(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As in an installation without pyarrow."""
+    (tmp_path / "pyarrow").mkdir()
+    (tmp_path / "pyarrow" / "__init__.py").write_text("raise ModuleNotFoundError(name='pyarrow')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr("app.datasets.conversion._PASSED_ON", (*conversion._PASSED_ON, "PYTHONPATH"))
+    answer = upload(client, "data.parquet", KINDS["parquet"](ALPACA))
+    assert answer["detail"] == "Reading this kind of file needs the Python package pyarrow."

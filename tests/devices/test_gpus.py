@@ -1,7 +1,10 @@
 """GPUs through GPUtil, with a stand-in nvidia-smi on the PATH that answers as the real one does."""
 
+import subprocess
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -228,3 +231,19 @@ def test_a_worker_trains_on_the_cpu_if_nvidia_smi_fails_again_and_again(
 def test_gpus_that_no_job_can_name_are_offered_without_a_number() -> None:
     assert gpu_mask([0, MAX_GPU_ID, MAX_GPU_ID + 1, 200]) == 1 + (1 << MAX_GPU_ID)
     assert gpu_mask(range(300)) < 2**63
+
+
+def test_listing_slices_may_take_as_long_as_a_driver_takes_to_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without persistence mode, every call of nvidia-smi loads the driver."""
+    limits: list[float] = []
+
+    def slow(command: list[str], *, timeout: float, **_: Any) -> Any:
+        limits.append(timeout)
+        return SimpleNamespace(stdout="")
+
+    monkeypatch.setattr(subprocess, "run", slow)
+    assert gpus._slices() == []
+    gpus._compute_capabilities.cache_clear()
+    assert gpus._compute_capabilities() == {}
+    gpus._compute_capabilities.cache_clear()
+    assert limits == [60.0, 60.0]

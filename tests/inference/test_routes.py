@@ -4,10 +4,12 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from fastapi import Request
 from fastapi.testclient import TestClient
 from sqlalchemy import select
 
@@ -24,8 +26,9 @@ from app.models.trained_models import name_of
 from app.planning.catalogue import TINY_GPT2
 from app.settings import Settings
 from app.storage.database import Database, database_now
-from app.storage.tables import Job, Key, Worker
+from app.storage.tables import InferenceRequest, Job, Key, Worker
 from tests.harness.requests import key_for
+from tests.harness.runs import until
 from tests.harness.submissions import succeeded
 
 MODEL = "accrue/tiny-gpt2"
@@ -315,3 +318,39 @@ def test_a_model_of_another_service_is_unknown(client: TestClient, name: str) ->
         assert answer.status_code == 404, answer.text
         error = answer.json()["error"]
         assert (error["code"], error["param"]) == ("model_not_found", "model")
+
+
+def test_an_answer_that_comes_fast_ends_once_the_client_has_left(
+    client: TestClient, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model that is never silent for seconds does not keep the service from noticing."""
+    monkeypatch.setattr(routes, "KEEPALIVE_SECONDS", 0.1)
+
+    async def left(request: Request) -> bool:
+        return True
+
+    monkeypatch.setattr(Request, "is_disconnected", left)
+    with answering(database, says(*"abcdefghij" * 30), seconds=0.02):
+        answer = client.post(CHAT, json=HELLO)
+    assert (answer.status_code, answer.json()["detail"]) == (503, "The client has left.")
+    with database.reading() as session:
+        assert not requests.any_free(session)
+
+
+def test_a_large_prompt_does_not_hold_its_turn_while_a_model_answers(
+    client: TestClient, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only a few large bodies are read at a time; answering them takes much longer."""
+    monkeypatch.setattr("app.web.body_limits._MANY_VALUES", 5)
+    prompts = [[1, 2, 3]] * 20
+    with ThreadPoolExecutor(8) as threads:
+        body = {"model": HELLO["model"], "prompt": prompts}
+        waiting = [threads.submit(client.post, "/v1/completions", json=body) for _ in range(8)]
+        until(lambda: _free(database) == 8)  # none of them waits for another's answer
+        with answering(database, lambda order: [AnswerPart(usage=USAGE)]):
+            assert {each.result().status_code for each in waiting} == {200}
+
+
+def _free(database: Database) -> int:
+    with database.reading() as session:
+        return session.query(InferenceRequest).count()

@@ -11,6 +11,7 @@ from sqlalchemy import func, select, update
 from sqlalchemy.ext.compiler import compiles
 
 from app.contract.reports import Failure
+from app.contract.spec import ValidationSpec
 from app.contract.states import ENDED, JobStatus
 from app.contract.worker_labels import no_worker_warning
 from app.errors import Conflict, NotFound
@@ -203,6 +204,27 @@ def test_only_ended_jobs_can_be_deleted_together_with_their_files(database: Data
             assert session.scalar(select(func.count()).select_from(table)) == 0
         with pytest.raises(NotFound):
             transitions.get(session, job_id)
+
+
+def test_inline_data_outlive_their_job_if_another_evaluates_on_them(database: Database) -> None:
+    job_id = submitted(database)
+    plain = make_spec()
+    validation = ValidationSpec(file_id="file-1", sha256="0", format="text", share=None)
+    spec = plain.model_copy(update={"data": plain.data.model_copy(update={"validation": validation})})
+    with database.writing() as session:
+        session.add(
+            File(
+                id="file-2", created_at=0.0, filename="f", purpose="fine-tune", bytes=1, sha256="0",
+                format="text", examples=1, inline=False,
+            )
+        )  # fmt: skip
+    other = submitted(database, spec)
+    with database.writing() as session:
+        session.execute(update(Job).where(Job.id == other).values(file_id="file-2"))
+    in_transaction(database, lifecycle.cancel, job_id)
+    assert in_transaction(database, lifecycle.remove, job_id) == (job_id, None)
+    with database.reading() as session:
+        assert session.get(File, "file-1") is not None
 
 
 def test_every_transition_records_an_event(database: Database) -> None:

@@ -266,3 +266,65 @@ def test_a_log_of_another_database_is_not_applied_to_a_restored_one(
     (other.data_dir / f"accrue.db{suffix}").write_bytes(b"of another database")
     with pytest.raises(InvalidRequest, match=f"accrue.db{suffix} exists already"):
         backup.restore(other, whole)
+
+
+def test_a_checkpoint_that_is_replaced_during_a_backup_is_complete_in_it(
+    settings: Settings, database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copying takes longer here than the trainer keeps a checkpoint."""
+    (settings.files_dir / "file-1").write_text("{}")
+    job_id = submitted(database)
+    folder = settings.runs_dir / job_id / "checkpoints"
+    written = 0
+
+    def advance() -> None:
+        nonlocal written
+        written += 1
+        new = folder / f"step-{written:09d}"
+        new.mkdir(parents=True)
+        for name in ("model.safetensors", "optimizer.safetensors", "manifest.json"):
+            (new / name).write_text(f"{written} {name}")
+        for old in sorted(folder.glob("step-*"))[:-2]:
+            shutil.rmtree(old)
+        (settings.runs_dir / job_id / "metrics.jsonl").write_text(f"{written}\n")
+
+    for _ in range(3):
+        advance()
+    honest = backup._copy_plain
+
+    def slowly(*arguments: Any) -> None:
+        honest(*arguments)
+        advance()
+
+    monkeypatch.setattr(backup, "_copy_plain", slowly)
+    taken = backup.take(settings, tmp_path / "backup", runs=True)
+    run = taken.folder / "runs" / job_id
+    found = sorted((run / "checkpoints").glob("step-*"))
+    assert [path.name for path in found] == ["step-000000002", "step-000000003"]
+    for path in found:
+        number = int(path.name[5:])
+        assert {file.name: file.read_text() for file in path.iterdir()} == {
+            name: f"{number} {name}"
+            for name in ("model.safetensors", "optimizer.safetensors", "manifest.json")
+        }
+    assert int((run / "metrics.jsonl").read_text()) >= 3  # the log reaches at least to the checkpoint
+    assert not [*settings.copies_dir.glob("outgoing/*")]
+
+
+def test_a_backup_is_not_mixed_with_newer_runs(
+    settings: Settings, database: Database, tmp_path: Path
+) -> None:
+    (settings.files_dir / "file-1").write_text("{}")
+    job_id = submitted(database)
+    (settings.runs_dir / job_id / "checkpoints" / "step-000000001").mkdir(parents=True)
+    (settings.runs_dir / job_id / "metrics.jsonl").write_text("old")
+    taken = backup.take(settings, tmp_path / "backup", runs=True)
+    restored = elsewhere(settings, tmp_path / "restored")
+    (restored.runs_dir / job_id).mkdir(parents=True)
+    (restored.runs_dir / job_id / "metrics.jsonl").write_text("new")
+    with pytest.raises(InvalidRequest, match="may be newer than the backup"):
+        backup.restore(restored, taken.folder)
+    assert (restored.runs_dir / job_id / "metrics.jsonl").read_text() == "new"
+    shutil.rmtree(restored.runs_dir)
+    backup.restore(restored, taken.folder)
+    assert (restored.runs_dir / job_id / "metrics.jsonl").read_text() == "old"

@@ -1,10 +1,10 @@
-"""Settings with misspelled names are reported."""
+"""Settings without effect are reported: misspelled ones, and those in the wrong place."""
 
 from pathlib import Path
 
 import pytest
 
-from app.maintenance.ineffective_settings import ineffective_settings, misspelled
+from app.maintenance.ineffective_settings import ineffective_settings, misspelled, only_in_file
 
 
 def test_a_name_that_resembles_a_setting_is_reported() -> None:
@@ -22,3 +22,10 @@ def test_a_line_of_the_env_file_is_reported(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / ".env").write_text("ACCRUE_OFLINE=true\n")
     monkeypatch.chdir(tmp_path)
     assert any("did you mean ACCRUE_OFFLINE?" in message for message in ineffective_settings())
+
+
+def test_a_line_that_only_has_an_effect_in_the_environment_is_reported() -> None:
+    lines = ["CUDA_VISIBLE_DEVICES", "ACCRUE_PORT", "HF_TOKEN", "https_proxy", "OTHER"]
+    assert [message.split(" has no effect in .env")[0] for message in only_in_file(lines, {"HF_TOKEN"})] == [
+        "CUDA_VISIBLE_DEVICES", "https_proxy",
+    ]  # fmt: skip

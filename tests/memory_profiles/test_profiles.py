@@ -1,10 +1,13 @@
 """Profiles in the database: requested, stored, found, and compared with measurements."""
 
 import asyncio
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from app import PACKAGES_FOLDER
 from app.contract.memory_profile import KINDS, Curve, PointMemory, Profile, Recipe, Stretch
 from app.errors import NotFound
 from app.memory_profiles import profiles
@@ -125,3 +128,12 @@ def test_a_deleted_profile_is_made_again(database: Database) -> None:
             profiles.get(session, stored.id)
         profiles.request(session, wanted())
         assert profiles.waiting(session)
+
+
+def test_a_service_without_torch_has_the_keys_of_its_workers(tmp_path: Path) -> None:
+    """Its image and that of the worker are built with the same constraints."""
+    constraints = tmp_path / "constraints.txt"
+    assert profiles._pinned_version(constraints) == ""
+    constraints.write_text("torchao==0.9.0\ntorch==2.13.0\n")
+    assert profiles._pinned_version(constraints) == "2.13.0"
+    assert profiles._pinned_version(PACKAGES_FOLDER / "constraints.txt") == version("torch").split("+")[0]

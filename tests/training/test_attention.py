@@ -7,7 +7,7 @@ import torch
 from torch import fx
 from transformers import AutoModelForCausalLM, LlamaConfig, masking_utils
 
-from workers.training.attention import rows_known
+from workers.training.attention import repeats_heads, rows_known
 from workers.training.batches import BatchLayout, collate
 from workers.training.loss import TokenLoss
 
@@ -82,3 +82,10 @@ def test_a_packed_row_of_one_sample_needs_no_mask() -> None:
     alone, together = found
     assert alone is None
     assert together is not None
+
+
+def test_heads_are_repeated_where_no_flash_kernel_may_exist() -> None:
+    """GPUs without bf16 train in fp16, and have no flash attention."""
+    repeated = {precision: repeats_heads("cuda", precision) for precision in ("fp32", "tf32", "fp16", "bf16")}
+    assert repeated == {"fp32": True, "tf32": True, "fp16": True, "bf16": False}
+    assert not repeats_heads("cpu", "fp16")

@@ -1,15 +1,19 @@
+import errno
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from workers.training import checkpoint
 from workers.training.checkpoint import AllDamaged
+from workers.training.disk_errors import full_disk_reported
 from workers.training.exceptions import CannotTrain
 from workers.training.parameters import Parameters
 from workers.training.state import (
@@ -270,3 +274,12 @@ def test_a_checkpoint_of_version_2_is_read(tmp_path: Path) -> None:
     assert found is not None
     assert found.budgets == [LearnedBudget(128, 256, 100)]
     assert found.step == 3
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_is_recognised_whichever_library_finds_it(code: int) -> None:
+    with pytest.raises(OSError, match=os.strerror(code)) as found, full_disk_reported():
+        raise SafetensorError(f"Error while serializing: I/O error: {os.strerror(code)} (os error {code})")
+    assert found.value.errno == code
+    with pytest.raises(SafetensorError), full_disk_reported():
+        raise SafetensorError("Error while deserializing header: invalid JSON")

@@ -11,7 +11,7 @@ from app.contract.spec import DataSpec
 from tests.harness.data import spec, with_digest_of
 from tests.harness.runs import write_texts
 from workers.training import rendering
-from workers.training.data import Samples, prepare
+from workers.training.data import Prepared, Samples, prepare
 from workers.training.exceptions import CannotTrain, Interrupted
 from workers.training.tiny_gpt2 import make_tokenizer
 
@@ -253,3 +253,59 @@ def test_the_time_limit_of_a_template_keeps_an_inherited_hard_limit(
     monkeypatch.setattr(rendering.resource, "setrlimit", lambda _, limits: found.append(limits))
     rendering._limit_time()
     assert found == [(soft or 1 + rendering.CPU_SECONDS + 1, hard)]
+
+
+LEAVES_OUT_REASONING = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' and loop.last %}[think]{% endif %}"
+    "{{ m.content }};{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+"""A chat template like Qwen3's: only the last answer has its reasoning."""
+
+LEAVES_OUT_THE_SYSTEM = (
+    "{% for m in messages %}{% if m.role == 'user' %}"
+    "<user>{% if loop.last and messages[0].role == 'system' %}{{ messages[0].content }} {% endif %}"
+    "{{ m.content }};{% elif m.role == 'assistant' %}<assistant>{{ m.content }};{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+"""A chat template like Mistral's: the system message is before the last message alone."""
+
+
+def prepared_chats(
+    tmp_path: Path, template: str, *chats: list[tuple[str, str]]
+) -> tuple[Prepared, list[str], list[str]]:
+    """What was prepared; and each sample's text, and that of its counted tokens."""
+    source = tmp_path / "data.jsonl"
+    messages = [[{"role": role, "content": content} for role, content in chat] for chat in chats]
+    source.write_text("\n".join(json.dumps({"messages": each}) for each in messages))
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = template
+    data = with_digest_of(source, spec("messages", examples=len(chats)))
+    found = prepare(data, source, tokenizer, tmp_path / "prepared")
+    samples = Samples(tmp_path / "prepared")
+    read = [samples.read(sample) for sample in range(len(samples))]
+    samples.close()
+    return (
+        found,
+        [tokenizer.decode(tokens) for tokens, _ in read],
+        [tokenizer.decode(tokens[counts]) for tokens, counts in read],
+    )
+
+
+def test_the_last_answer_is_learned_if_earlier_ones_are_rendered_differently(tmp_path: Path) -> None:
+    """It follows exactly the text that is before it at inference."""
+    long = [("user", "U"), ("assistant", "A1"), ("user", "V"), ("assistant", "A2"), ("user", "W")]
+    found, whole, counted = prepared_chats(
+        tmp_path, LEAVES_OUT_REASONING, long[:2], long[:4], [*long, ("assistant", "A3")]
+    )
+    assert counted == ["[think]A1;", "[think]A2;", "[think]A3;"]
+    assert whole[1] == "<user>U;<assistant>A1;<user>V;<assistant>[think]A2;"
+    assert found.last_answers_only == 2
+    assert any(note.startswith("2 chats of which only the last answer") for note in found.notes(100))
+
+
+def test_a_template_that_drops_messages_before_an_answer_is_refused(tmp_path: Path) -> None:
+    chat = [("system", "S"), ("user", "U"), ("assistant", "A")]
+    with pytest.raises(CannotTrain, match=r"line 1 .* put the system message into the user's first message"):
+        prepared_chats(tmp_path, LEAVES_OUT_THE_SYSTEM, chat)
+    _, _, counted = prepared_chats(tmp_path, LEAVES_OUT_THE_SYSTEM, chat[1:])
+    assert counted == ["A;"]

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from app.planning.devices import GIB
 from workers.training.device import check_cuda
-from workers.training.device_errors import is_out_of_memory
+from workers.training.device_errors import is_out_of_memory, memory_of_others
 from workers.training.exceptions import CannotTrain
 from workers.training.trainer import _DEVICE_LOST
 
@@ -72,3 +73,13 @@ def test_a_gpu_that_was_there_and_is_gone_is_lost(
     with pytest.raises(RuntimeError if is_lost else CannotTrain) as raised:
         check_cuda()
     assert any(sign in str(raised.value).lower() for sign in _DEVICE_LOST) == is_lost
+
+
+def test_memory_that_other_processes_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert memory_of_others() == ""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 2 * GIB)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (21 * GIB, 24 * GIB))
+    assert memory_of_others() == ""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (5 * GIB, 24 * GIB))
+    assert memory_of_others() == "other processes use about 16 GiB of this GPU: end them, or "

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from app.contract.plan import FixedCount, FixedSize, TokenBudget
-from app.contract.spec import ValidationSpec
-from tests.harness.runs import create_run, events_of, log_of, small_data, until, write_texts
+from app.contract.spec import RampSpec, ValidationSpec
+from tests.harness.runs import create_run, events_of, events_of_kind, log_of, small_data, until, write_texts
 from tests.harness.specs import make_schedule, make_spec
 from tests.harness.training import interrupted_at, raw_log, run_to_end, scale_losses, weights
 from workers.run_directory import RunDirectory
@@ -377,3 +377,31 @@ def test_stopping_a_run_saves_the_model_of_the_current_step(tmp_path: Path) -> N
     [line] = [json.loads(line) for line in run.metrics.read_text().splitlines()]
     assert line["peak_gb"] >= line["memory_gb"]
     assert 0 < line["synchronise_seconds"] < line["forward_backward_seconds"]
+
+
+def test_a_model_without_gradient_checkpointing_runs_out_of_memory_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unsupported(model: Any) -> None:
+        raise CannotTrain("not_supported", "gradient_checkpointing: it does not support it")
+
+    def failing(batch: Any) -> float:
+        raise torch.OutOfMemoryError("injected")
+
+    scale_losses(monkeypatch, failing)
+    monkeypatch.setattr(models, "recompute_activations", unsupported)
+    run = create_run(tmp_path / "run", make_spec(data=small_data(), max_steps=3), rule=FixedSize(samples=1))
+    with pytest.raises(CannotTrain, match="the model does not support gradient checkpointing") as error:
+        run_to_end(run)
+    assert error.value.code == "out_of_memory"
+
+
+def test_the_gradient_check_compares_the_batch_that_a_ramp_ends_with(tmp_path: Path) -> None:
+    ramp = RampSpec(name="linear", warmup_steps=100, loss_variance_threshold=0.01, max_effective_batch_size=8)
+    spec = make_spec(data=small_data(), max_steps=2, certificate=True, ramp=ramp)
+    assert spec.batch_at(0) == 1
+    run = create_run(tmp_path / "run", spec, rule=FixedSize(samples=4))
+    outcome = run_to_end(run)
+    [event] = events_of_kind(run, "certificate")
+    assert "between 2 and 4 micro-batches" in event["message"]
+    assert outcome.equivalence_error is not None

@@ -390,3 +390,18 @@ def test_attention_within_samples_is_that_of_each_sample(
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
     for one, other in zip((found, *ours), (whole, *theirs), strict=True):
         assert float((one.double() - other).detach().norm() / other.detach().norm()) < tolerance
+
+
+def test_too_little_memory_for_the_check_pads_samples_that_were_to_be_packed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(packing_check, "_errors", failing)
+    spec = make_spec(data=small_data(packing=True), max_steps=2)
+    run = create_run(tmp_path / "run", spec, rule=TokenBudget(tokens=200))
+    run_to_end(run)
+    [event] = events_of_kind(run, "changed")
+    assert event["message"].startswith("There is too little memory to check")
+    assert any(line["padded_tokens"] > line["input_tokens"] for line in raw_log(run))

@@ -14,7 +14,7 @@ from tests.harness.small_models import PLAIN, Window64, loss_sum, make_model, pr
 from workers.training.batches import cut_window
 from workers.training.loss import TokenLoss
 from workers.training.stopwatch import Stopwatch
-from workers.training.window import Clipping, LossScale, Window
+from workers.training.window import Clipping, LossScale, Window, at_safe_loss_scale
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 
@@ -304,3 +304,13 @@ def test_the_optimizer_s_time_on_a_gpu_is_that_of_the_step_within_the_window() -
         window.add(layer(torch.ones(1, 3)).sum() * factor)
         seconds.append(window.close().optimizer_seconds)
     assert seconds == [0.0, 1.0, 2.0, 0.0, 3.0]
+
+
+def test_a_safe_loss_scale_ends_with_the_block() -> None:
+    scale = LossScale(65536.0)
+    with at_safe_loss_scale(scale):
+        assert scale.value == 256.0
+    assert scale.value == 65536.0
+    low = LossScale(2.0)
+    with at_safe_loss_scale(low), at_safe_loss_scale(None):
+        assert low.value == 2.0

@@ -291,3 +291,36 @@ def test_nothing_is_counted_twice_if_a_transaction_fails(database: Database) -> 
         assert session.scalar(select(func.count()).select_from(Usage)) == 0
         queue.succeed(session, fence, {})
         assert session.scalar(select(func.sum(Usage.attempts))) == 1
+
+
+def test_an_attempt_of_a_lost_worker_ends_with_its_lease(database: Database) -> None:
+    """However late the loss is noticed: the trainer cannot have run for longer."""
+    team = key(database, hours=8.0)
+    job_id = of_key(database, team)
+    fence = claim(database)
+    assert fence is not None
+    with database.writing() as session:
+        session.execute(update(Attempt).values(claimed_at=database_now() - 60 * HOUR))
+        session.execute(update(Job).values(lease_until=database_now() - 59 * HOUR))
+    with database.reading() as session:  # nobody has noticed yet
+        assert records.running_seconds(session, [team])[team] == pytest.approx(HOUR, abs=60)
+        assert quotas.used_up(session) == ()
+    with database.writing() as session:
+        assert queue.reclaim_expired(session) == [job_id]
+    assert used(database, team) == pytest.approx(1.0, abs=0.01)
+    following = claim(database)
+    assert following is not None
+    with database.reading() as session:
+        assert queue.seconds_run(session, following) == pytest.approx(HOUR, abs=60)
+
+
+def test_a_clock_that_was_set_back_gives_no_negative_usage(database: Database) -> None:
+    team = key(database)
+    of_key(database, team)
+    fence = claim(database)
+    assert fence is not None
+    with database.writing() as session:
+        session.execute(update(Attempt).values(claimed_at=database_now() + HOUR))
+        assert records.running_seconds(session, [team])[team] == 0.0
+        queue.succeed(session, fence, {})
+    assert used(database, team) == 0.0

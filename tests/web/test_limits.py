@@ -1,6 +1,7 @@
 """Limits per key, the audit log, and the headers of every answer."""
 
 import asyncio
+import errno
 import shutil
 import socket
 import subprocess
@@ -260,3 +261,17 @@ def test_few_large_bodies_are_in_memory_at_a_time(
         sent = [threads.submit(client.post, f"{PATH}/with-accumulation", json=body) for _ in range(8)]
         assert {each.result().status_code for each in sent} <= {200, 202}
     assert {max(most)} == at_once
+
+
+def test_an_upload_on_a_full_disk_is_no_invalid_form(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("starlette.datastructures.UploadFile.write", full)
+    with service(settings) as (client, mine):
+        files = {"file": ("data.jsonl", b'{"text": "a"}\n')}
+        answer = client.post("/v1/files", headers=mine, files=files, data={"purpose": "fine-tune"})
+    assert answer.status_code == 507
+    assert "is full: nothing was stored" in answer.json()["detail"]

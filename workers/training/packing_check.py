@@ -38,6 +38,9 @@ _MOST_WITHOUT_SUSPICION = 1e11
 changes."""
 
 
+TOO_LITTLE_MEMORY = "There is too little memory to check that the model keeps packed samples apart."
+
+
 class PackingErrors(NamedTuple):
     """What packing changes of a sample's loss, relative to the loss; infinite if the model fails on a packed
     row, or its loss is not finite."""
@@ -85,7 +88,14 @@ def check_packing(
     if not loader.layout.packed or (fallbacks.padded is False and fallbacks.packed_tokens >= most_tokens):
         return
     fallbacks.padded, fallbacks.packed_tokens = False, most_tokens
-    if (reason := why_not_packed(replica, loader, layouts, most_tokens, most_samples, group)) is not None:
+    try:
+        reason = why_not_packed(replica, loader, layouts, most_tokens, most_samples, group)
+    except RuntimeError as error:
+        if not device_errors.is_out_of_memory(error) or group.size > 1:
+            raise
+        reason = TOO_LITTLE_MEMORY
+    replica.free_memory()
+    if reason is not None:
         fallbacks.padded, loader.layout = True, layouts.padded
         reporter.event("changed", f"{reason} So they are padded instead.", "warning")
 
@@ -153,13 +163,11 @@ def _why_row_mixes(replica: Replica, samples: Sequence[Tokens], layouts: Layouts
     try:
         found, rounding = _errors(replica, samples, layouts)
     except RuntimeError as error:
-        if not device_errors.is_out_of_memory(error) or replica.is_sharded:
+        if not device_errors.is_out_of_memory(error) or replica.is_sharded or len(samples) <= 2:
             raise
         found = None  # what failed is freed only after this block
     if found is None:
         replica.free_memory()
-        if len(samples) <= 2:
-            return "there is too little memory to check it"
         return _why_row_mixes(replica, samples[: (len(samples) + 1) // 2], layouts)
     is_precise = rounding < _ROUNDING_IN_16_BITS
     seems_apart = found.within(ROUNDING_IN_FP64, rounding)

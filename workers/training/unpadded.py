@@ -30,7 +30,7 @@ from workers.training.kernels import (
     may_replace_kernels,
     use_if_it_agrees,
 )
-from workers.training.packing_check import Layouts, most_samples, why_not_packed
+from workers.training.packing_check import TOO_LITTLE_MEMORY, Layouts, most_samples, why_not_packed
 from workers.training.replica import Replica
 from workers.training.state import Fallbacks
 
@@ -165,7 +165,7 @@ def _why_padded(
             fallbacks.packed_tokens = most_tokens
         return reason
     replica.free_memory()  # what failed is free only after the block above
-    return "There is too little memory to check that the model keeps samples apart."
+    return TOO_LITTLE_MEMORY
 
 
 def _use_if_right(kernel: Kernels, replica: Replica, loader: Loader, reporter: Reporter) -> bool:
