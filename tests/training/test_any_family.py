@@ -21,7 +21,7 @@ from tests.harness.any_family import ALL, lay_any, make_any, small_config
 from tests.harness.preferences import objective_spec, preference_data, write_preferences
 from tests.harness.runs import small_data
 from tests.harness.specs import make_spec
-from tests.harness.training import events_of_kind, run_to_end
+from tests.harness.training import events_of_kind, raw_log, run_to_end
 from workers.training.exceptions import CannotTrain
 from workers.training.tiny_gpt2 import make_tokenizer
 
@@ -144,3 +144,17 @@ def test_routers_that_report_nothing_are_trained_without_balance(tmp_path: Path)
     run = lay_any(tmp_path / "run", "flint", SPEC)
     run_to_end(run)
     assert any("load-balancing loss" in event["message"] for event in events_of_kind(run, "changed"))
+
+
+@pytest.mark.thorough
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("family", "has_one"), [("jetmoe", True), ("dbrx", True), ("llama4_text", False)])
+def test_a_load_balancing_loss_is_neither_dropped_silently_nor_invented(
+    tmp_path: Path, family: str, has_one: bool
+) -> None:
+    """transformers has none for Llama 4, though its config has the fields of one."""
+    run = lay_any(tmp_path / "run", family, SPEC)
+    run_to_end(run)
+    changed = [event["message"] for event in events_of_kind(run, "changed")]
+    assert any("load-balancing loss is not supported" in message for message in changed) == has_one
+    assert {line["aux_loss"] for line in raw_log(run)} == {None}

@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 
 from app.contract.plan import FixedCount, FixedSize, TokenBudget
 from app.contract.spec import RampSpec, ValidationSpec
-from tests.harness.runs import create_run, events_of, events_of_kind, log_of, small_data, until, write_texts
+from tests.harness.runs import create_run, events_of, log_of, small_data, until, write_texts
 from tests.harness.specs import make_schedule, make_spec
-from tests.harness.training import interrupted_at, raw_log, run_to_end, scale_losses, weights
+from tests.harness.training import events_of_kind, interrupted_at, raw_log, run_to_end, scale_losses, weights
 from workers.run_directory import RunDirectory
 from workers.training import model as models
 from workers.training.batches import epoch_order
@@ -403,5 +403,5 @@ def test_the_gradient_check_compares_the_batch_that_a_ramp_ends_with(tmp_path: P
     run = create_run(tmp_path / "run", spec, rule=FixedSize(samples=4))
     outcome = run_to_end(run)
     [event] = events_of_kind(run, "certificate")
-    assert "between 2 and 4 micro-batches" in event["message"]
+    assert "between 4 and 8 micro-batches" in event["message"]
     assert outcome.equivalence_error is not None

@@ -21,8 +21,10 @@ from app.devices.gpus import DetectedGpu
 from app.jobs import lifecycle, queue, transitions
 from app.jobs.transitions import Fence
 from app.planning.devices import GIB
+from app.planning.memory import bytes_on_disk
 from app.settings import Settings
 from app.storage.database import Database
+from app.storage.disk import bytes_used
 from app.storage.tables import Attempt, Job, JobEvent, StepMetric, Worker
 from tests.harness.runs import small_data, until, write_texts
 from tests.harness.specs import make_spec
@@ -738,3 +740,22 @@ def test_a_job_that_got_fewer_devices_continues_on_more_once_they_are_there(
         assert len(supervisor.running) == len(jobs)
     finally:
         end_all(supervisor)
+
+
+def test_checkpoints_of_earlier_attempts_do_not_keep_a_job_from_going_on(
+    settings: Settings, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They take a part of the space that the job needs in all."""
+    spec = make_spec()
+    folder = settings.runs_dir / "ftjob-1" / "checkpoints" / "step-000000001"
+    folder.mkdir(parents=True)
+    (folder / "model.safetensors").write_bytes(b"x" * 2**20)
+    (folder / "elsewhere").symlink_to("/dev/zero")
+    used = bytes_used(settings.runs_dir / "ftjob-1")
+    assert 2**20 <= used < 2**20 + 2**14
+    free = bytes_on_disk(spec) - used
+    monkeypatch.setattr("workers.trainer_launcher.shutil.disk_usage", lambda path: SimpleNamespace(free=free))
+    launcher = TrainerLauncher(settings, database)
+    launcher._check_disk_space(spec, "ftjob-1")
+    with pytest.raises(OSError, match="No space left"):
+        launcher._check_disk_space(spec, "ftjob-2")

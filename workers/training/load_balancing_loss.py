@@ -146,5 +146,15 @@ def load_balancing_loss_of(
     return LoadBalancingLoss(float(coefficient), int(experts), int(top_k), scope)
 
 
+def has_unsupported_loss(model: Any) -> bool:
+    """Whether transformers adds a load-balancing loss whose fields in the config are not those that
+    `load_balancing_loss_of` reads (JetMoE, DBRX)."""
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    config = inner.config.get_text_config()
+    nested = getattr(config, "ffn_config", None)
+    coefficient = getattr(config, "aux_loss_coef", None) or getattr(nested, "moe_loss_weight", None)
+    return bool(coefficient) and hasattr(sys.modules[type(inner).__module__], "load_balancing_loss_func")
+
+
 def _at_least_fp32(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from app.contract.spec import AuxScope
 from workers.reporter import Reporter
 from workers.training import device_errors
 from workers.training import model as models
@@ -21,6 +22,7 @@ from workers.training.batches import BatchLayout, MicroBatch, collate
 from workers.training.data import Tokens
 from workers.training.distributed.group import Group
 from workers.training.exceptions import CannotTrain
+from workers.training.load_balancing_loss import has_unsupported_loss
 from workers.training.loss import TokenLoss
 from workers.training.model_parts import is_mixture_of_experts
 from workers.training.replica import Replica
@@ -163,9 +165,16 @@ _CHECKED_TOKENS = 128
 _LEAST_CHECKED_TOKENS = 4
 
 
-def check_routing(replica: Replica, loader: Loader, reporter: Reporter) -> None:
-    """Leaves the load-balancing loss out if the model does not report the logits of its routers."""
+def check_routing(replica: Replica, loader: Loader, reporter: Reporter, scope: AuxScope) -> None:
+    """Leaves the load-balancing loss out if the model does not report the logits of its routers.
+
+    Args:
+        scope: the scope of the loss that was requested.
+    """
     if replica.balance is None:
+        if scope != "none" and has_unsupported_loss(replica.model):
+            message = "The model's load-balancing loss is not supported, so it is trained without it."
+            reporter.event("changed", message, "warning")
         return
     batch = loader.fetch(typical_samples(loader)[:1])
     with replica.autocast(), models.without_randomness(replica.model):

@@ -210,7 +210,7 @@ def _check_exactness(
     spec = assignment.spec
     before = guards.digest_of_weights(replica.model) if group.leads and not replica.is_sharded else None
     with final_failures(group):
-        check_routing(replica, loader, reporter)
+        check_routing(replica, loader, reporter, spec.aux_scope)
         check_head(replica, loader, fallbacks, reporter, group)
         if not replica.is_sharded and not spec.compile:  # where it would cost an exchange, or a compilation
             check_that_it_runs(replica, loader)
