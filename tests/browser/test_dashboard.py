@@ -499,7 +499,11 @@ def test_everything_works_by_keyboard(page: Page) -> None:
     expect(page.get_by_role("heading", name="Jobs")).to_be_visible()
     page.keyboard.press("Tab")
     expect(page.get_by_role("link", name="Skip to the content")).to_be_focused()
-    for _ in range(2):
+    page.keyboard.press("Enter")
+    expect(page.locator("main")).to_be_focused()
+    expect(page.get_by_role("heading", name="Jobs")).to_be_visible()
+    page.reload()
+    for _ in range(3):
         page.keyboard.press("Tab")
     expect(page.get_by_role("link", name="Plan")).to_be_focused()
     page.keyboard.press("Enter")
@@ -509,6 +513,22 @@ def test_everything_works_by_keyboard(page: Page) -> None:
     expect(page.get_by_role("note").first).to_be_visible()
     page.keyboard.press("Escape")
     expect(page.get_by_role("note").first).to_be_hidden()
+
+
+def test_a_job_that_could_not_be_started_is_reported(page: Page, data: Path, noticed: PageErrors) -> None:
+    page.goto("./")
+    page.get_by_label("Upload JSON lines").set_input_files(data)
+    expect(page.get_by_text("sums.jsonl is uploaded")).to_be_visible()
+    page.route("**/with-accumulation", lambda route: route.abort())
+    page.get_by_role("button", name="Start", exact=True).click()
+    expect(page.get_by_role("alert").filter(has_text="press Start again")).to_be_visible()
+    expect(page.get_by_text("The service does not answer")).to_be_hidden(timeout=10_000)  # it does by now
+    page.unroute("**/with-accumulation")
+    page.get_by_role("button", name="Start", exact=True).click()
+    page.wait_for_url("**/#/job/*")
+    page.on("dialog", lambda dialog: dialog.accept())
+    page.get_by_role("button", name=re.compile("Cancel job")).click()
+    noticed.faults.clear()  # a browser writes each request that fails into its console
 
 
 def test_the_page_requests_an_api_key_if_one_is_required(browser: Browser, tmp_path: Path) -> None:
