@@ -46,7 +46,7 @@ def main() -> None:
         _limit_memory()
         result = asdict(_write(order))
     except ImportError as error:
-        result = {"error": f"Reading this kind of file needs the Python package {error.name}."}
+        result = {"error": f"Reading this kind of file needs the Python package {error.name or error}."}
     except (BadFile, BadLine) as error:
         result = {"error": str(error)}
     except MemoryError:

@@ -148,13 +148,15 @@ export async function follow(jobId, onEvent, signal, last = "") {
   await poll(
     async () => {
       if (document.hidden) return true;
-      const hidden = new AbortController();
-      const whenHidden = () => document.hidden && hidden.abort();
+      const connection = new AbortController();
+      const whenHidden = () => document.hidden && connection.abort();
+      const whenLeft = () => connection.abort();
       document.addEventListener("visibilitychange", whenHidden);
+      signal.addEventListener("abort", whenLeft);
       try {
         const more = { Accept: "text/event-stream", ...(last ? { "Last-Event-ID": last } : {}) };
-        const either = AbortSignal.any([signal, hidden.signal]);
-        const answer = await request(`gradient-accumulation/training/${jobId}/events`, { headers: more, signal: either });
+        const options = { headers: more, signal: connection.signal };
+        const answer = await request(`gradient-accumulation/training/${jobId}/events`, options);
         if (answer.status === 204) return false;
         for await (const event of parseEvents(answer.body)) {
           if (!event.id) continue; // progress within a window
@@ -162,9 +164,10 @@ export async function follow(jobId, onEvent, signal, last = "") {
           onEvent(JSON.parse(event.data));
         }
       } catch (error) {
-        if (!hidden.signal.aborted) throw error;
+        if (signal.aborted || !connection.signal.aborted) throw error;
       } finally {
         document.removeEventListener("visibilitychange", whenHidden);
+        signal.removeEventListener("abort", whenLeft);
       }
       return true; // the job has ended (then the next request gets a 204), or the connection ended
     },
