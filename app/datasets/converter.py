@@ -46,7 +46,9 @@ def main() -> None:
         _limit_memory()
         result = asdict(_write(order))
     except ImportError as error:
-        result = {"error": f"Reading this kind of file needs the Python package {error.name or error}."}
+        result = {
+            "error": f"Reading this kind of file needs the Python package {str(error.name).split('.')[0]}."
+        }
     except (BadFile, BadLine) as error:
         result = {"error": str(error)}
     except MemoryError:

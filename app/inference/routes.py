@@ -43,7 +43,6 @@ from app.models import starting_models
 from app.security.authentication import Authenticate
 from app.settings import Settings
 from app.storage.database import Database
-from app.web.body_limits import end_turn
 from app.web.concurrency import ConcurrencyLimit
 from app.web.dependencies import CurrentDatabase, CurrentSettings, Slowly
 from app.web.routers import openai_router
@@ -175,7 +174,6 @@ async def _answer(
     end = limit.acquire(key_id)
     try:
         request_id = await to_thread.run_sync(requests.add, database, order, key_id)
-        await end_turn(request.scope)
         parts = answers.parts(request_id)
         try:
             form = shape(request_id)

@@ -151,10 +151,22 @@ def restore(settings: Settings, folder: Path) -> BackupSummary:
     settings.make_directories()
     with _migrated_copy(folder / _DATABASE, target) as (partial, jobs):
         files = _copy_files(named, folder / "files", settings.files_dir)
-        if (folder / "runs").is_dir():
-            shutil.copytree(folder / "runs", settings.runs_dir, symlinks=True, dirs_exist_ok=True)
+        _restore_runs(folder / "runs", settings.runs_dir)
         partial.rename(target)
     return BackupSummary(folder, len(jobs), files, _size(folder), tuple(sorted(lost)))
+
+
+def _restore_runs(source: Path, target: Path) -> None:
+    """Copies the run directories of a backup: all of them, or none."""
+    begun: list[Path] = []
+    try:
+        for run in source.glob("*"):
+            begun.append(target / run.name)
+            shutil.copytree(run, begun[-1], symlinks=True)
+    except BaseException:
+        for each in begun:
+            shutil.rmtree(each, ignore_errors=True)
+        raise
 
 
 def _lost_before(folder: Path) -> set[str]:
@@ -286,7 +298,9 @@ _MAX_DEPTH = 16
 _CHECKPOINTS, _REPLICAS = "checkpoints", "replica-*"
 _LISTINGS = 20
 """How often checkpoints are listed until none was replaced meanwhile."""
-_NO_LINKS = (errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.EMLINK)
+_NO_LINKS = (
+    errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EACCES, errno.EROFS,
+)  # fmt: skip
 """Why a file cannot be linked."""
 
 
@@ -300,30 +314,31 @@ def _copy_run(source: Path, target: Path, links: Path) -> None:
         links: a new folder for the links, on the same file system as the run directory if possible.
     """
     try:
-        for base in (source, *source.glob(_REPLICAS)):
-            _link_checkpoints(base, links / base.relative_to(source))
+        without = _CHECKPOINTS if _linked(source, links) else None
         _copy_tree(links, target)
-        _copy_tree(source, target, without=_CHECKPOINTS)
-    except OSError as error:
-        if error.errno not in _NO_LINKS:
-            raise
-        _copy_tree(source, target)
+        _copy_tree(source, target, without)
     finally:
         shutil.rmtree(links, ignore_errors=True)
 
 
-def _link_checkpoints(run: Path, links: Path) -> None:
-    """Links the complete checkpoints of a run directory, and the other files in their folder.
-
-    Raises:
-        OSError: files cannot be linked.
-    """
-    for _ in range(_LISTINGS):
-        names = _names(run, _CHECKPOINTS)
-        for name in names:
-            _link_checkpoint(run, links, name)
-        if all((links / _CHECKPOINTS / name).exists() for name in names):
-            break
+def _linked(source: Path, links: Path) -> bool:
+    """Links the checkpoints of a run directory and of its replicas. Returns False, and leaves nothing, if
+    files cannot be linked."""
+    try:
+        for base in (source, *source.glob(_REPLICAS)):
+            for _ in range(_LISTINGS):
+                names = sorted(
+                    _names(base, _CHECKPOINTS), reverse=True
+                )  # the mark of the best one comes last
+                linked = [_is_linked(base, links / base.relative_to(source), name) for name in names]
+                if all(linked):
+                    break
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        shutil.rmtree(links, ignore_errors=True)
+        return False
+    return True
 
 
 def _names(run: Path, *parts: str) -> list[str]:
@@ -337,17 +352,20 @@ def _names(run: Path, *parts: str) -> list[str]:
     return []
 
 
-def _link_checkpoint(run: Path, links: Path, name: str) -> None:
-    """Links all files of a checkpoint, or none if it is deleted meanwhile."""
+def _is_linked(run: Path, links: Path, name: str) -> bool:
+    """Links all files of a checkpoint, or a file beside the checkpoints, unless it is linked already. Returns
+    False, and leaves nothing, if it is deleted meanwhile. What is neither a file nor a folder is left out."""
     own = links / _CHECKPOINTS / name
     if own.exists():
-        return
+        return True
     own.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     try:
         with regular_files.folder(run.parent, run.name, _CHECKPOINTS) as within:
-            if not stat.S_ISDIR(os.stat(name, dir_fd=within, follow_symlinks=False).st_mode):
+            mode = os.stat(name, dir_fd=within, follow_symlinks=False).st_mode
+            if stat.S_ISREG(mode):
                 os.link(name, own, src_dir_fd=within, follow_symlinks=False)
-                return
+            if not stat.S_ISDIR(mode):
+                return True
         own.mkdir(mode=0o700)
         for folder, files in _walk(run, _CHECKPOINTS, name):
             links.joinpath(*folder).mkdir(mode=0o700, exist_ok=True)
@@ -357,6 +375,8 @@ def _link_checkpoint(run: Path, links: Path, name: str) -> None:
         (run / _CHECKPOINTS / name).lstat()  # it was there to the end
     except (FileNotFoundError, NotRegular):
         shutil.rmtree(own, ignore_errors=True)
+        return False
+    return True
 
 
 def _copy_tree(source: Path, target: Path, without: str | None = None) -> None:

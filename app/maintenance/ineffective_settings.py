@@ -17,7 +17,7 @@ _ALIKE = 0.85
 
 _OF_THE_ENVIRONMENT = (
     "ACCRUE_URL", "ACCRUE_API_KEY", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER",
-    "HF_TOKEN", "HF_HOME", "HF_ENDPOINT", "HF_HUB_OFFLINE",
+    "HF_TOKEN", "HF_HOME", "HF_ENDPOINT", "HF_HUB_CACHE", "HF_HUB_OFFLINE",
     "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "ALL_PROXY",
 )  # fmt: skip
 """Variables of the accrue command and of libraries, which do not read .env."""

@@ -41,8 +41,6 @@ _WITH_DATA = (_WITH_SAMPLES, *_WITH_PROMPTS)
 _BODY_SECONDS = 60.0
 """Seconds in which a body must arrive; for an upload, in which its next part must arrive."""
 _WITHOUT_BODY = ("GET", "HEAD", "OPTIONS")
-_END_OF_TURN = "accrue.end_of_turn"
-"""The key in a request's scope of what ends the turn of its body."""
 
 
 class BodyLimits:
@@ -84,8 +82,6 @@ class BodyLimits:
                 if values > _MANY_VALUES or size > _MANY_BYTES:
                     await until_answered.enter_async_context(self._large.turn(key_id))
 
-            scope[_END_OF_TURN] = until_answered.aclose
-
             async def send_after_turn(message: Message) -> None:
                 if message["type"] == "http.response.start":
                     await until_answered.aclose()
@@ -99,13 +95,6 @@ class BodyLimits:
                 ),
                 send_after_turn,
             )
-
-
-async def end_turn(scope: Scope) -> None:
-    """Ends the turn of a request's large body, if it has one, before its answer begins: for routes that keep
-    nothing of the body while they wait for a model."""
-    if scope.get(_END_OF_TURN) is not None:
-        await scope[_END_OF_TURN]()
 
 
 def is_file_upload(scope: Scope) -> bool:

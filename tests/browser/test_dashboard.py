@@ -528,6 +528,7 @@ def test_a_job_that_could_not_be_started_is_reported(page: Page, data: Path, not
     page.wait_for_url("**/#/job/*")
     page.on("dialog", lambda dialog: dialog.accept())
     page.get_by_role("button", name=re.compile("Cancel job")).click()
+    expect(page.get_by_role("button", name=re.compile("Train again job"))).to_be_visible(timeout=60_000)
     noticed.faults.clear()  # a browser writes each request that fails into its console
 
 

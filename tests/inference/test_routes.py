@@ -4,7 +4,6 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,7 +27,6 @@ from app.settings import Settings
 from app.storage.database import Database, database_now
 from app.storage.tables import InferenceRequest, Job, Key, Worker
 from tests.harness.requests import key_for
-from tests.harness.runs import until
 from tests.harness.submissions import succeeded
 
 MODEL = "accrue/tiny-gpt2"
@@ -333,24 +331,9 @@ def test_an_answer_that_comes_fast_ends_once_the_client_has_left(
     with answering(database, says(*"abcdefghij" * 30), seconds=0.02):
         answer = client.post(CHAT, json=HELLO)
     assert (answer.status_code, answer.json()["detail"]) == (503, "The client has left.")
-    with database.reading() as session:
-        assert not requests.any_free(session)
+    assert _stored(database) == 0
 
 
-def test_a_large_prompt_does_not_hold_its_turn_while_a_model_answers(
-    client: TestClient, database: Database, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Only a few large bodies are read at a time; answering them takes much longer."""
-    monkeypatch.setattr("app.web.body_limits._MANY_VALUES", 5)
-    prompts = [[1, 2, 3]] * 20
-    with ThreadPoolExecutor(8) as threads:
-        body = {"model": HELLO["model"], "prompt": prompts}
-        waiting = [threads.submit(client.post, "/v1/completions", json=body) for _ in range(8)]
-        until(lambda: _free(database) == 8)  # none of them waits for another's answer
-        with answering(database, lambda order: [AnswerPart(usage=USAGE)]):
-            assert {each.result().status_code for each in waiting} == {200}
-
-
-def _free(database: Database) -> int:
+def _stored(database: Database) -> int:
     with database.reading() as session:
         return session.query(InferenceRequest).count()

@@ -1,6 +1,7 @@
 """Backups under load, and what `accrue doctor` says."""
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -328,3 +329,52 @@ def test_a_backup_is_not_mixed_with_newer_runs(
     shutil.rmtree(restored.runs_dir)
     backup.restore(restored, taken.folder)
     assert (restored.runs_dir / job_id / "metrics.jsonl").read_text() == "old"
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+def test_what_a_trainer_has_left_beside_its_checkpoints_does_not_spoil_a_backup(
+    settings: Settings, database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_links: bool
+) -> None:
+    (settings.files_dir / "file-1").write_text("{}")
+    job_id = submitted(database)
+    run = settings.runs_dir / job_id
+    for base in (run, run / "replica-1"):
+        (base / "checkpoints" / "step-000000001").mkdir(parents=True)
+        (base / "checkpoints" / "step-000000001" / "model.safetensors").write_text("weights")
+        (base / "checkpoints" / "best").write_text("step-000000001")
+        (base / "checkpoints" / "dangling").symlink_to("nowhere")
+        os.mkfifo(base / "checkpoints" / "pipe")
+    if not has_links:
+
+        def refused(*_: Any, **__: Any) -> None:
+            raise OSError(errno.ENOSYS, "Function not implemented")
+
+        monkeypatch.setattr("app.maintenance.backup.os.link", refused)
+    taken = backup.take(settings, tmp_path / "backup", runs=True)
+    for base in (taken.folder / "runs" / job_id, taken.folder / "runs" / job_id / "replica-1"):
+        assert sorted(path.name for path in (base / "checkpoints").iterdir()) == ["best", "step-000000001"]
+        assert (base / "checkpoints" / "step-000000001" / "model.safetensors").read_text() == "weights"
+
+
+def test_a_restore_that_failed_can_be_repeated(
+    settings: Settings, database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (settings.files_dir / "file-1").write_text("{}")
+    for _ in range(2):
+        (settings.runs_dir / submitted(database)).mkdir()
+    taken = backup.take(settings, tmp_path / "backup", runs=True)
+    restored = elsewhere(settings, tmp_path / "restored")
+    honest, copied = shutil.copytree, list[Path]()
+
+    def full(source: Path, target: Path, **options: Any) -> None:
+        copied.append(target)
+        if len(copied) == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        honest(source, target, **options)
+
+    monkeypatch.setattr(shutil, "copytree", full)
+    with pytest.raises(OSError, match="No space left"):
+        backup.restore(restored, taken.folder)
+    assert not any(path.exists() for path in copied)
+    monkeypatch.setattr(shutil, "copytree", honest)
+    assert backup.restore(restored, taken.folder).jobs == 2

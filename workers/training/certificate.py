@@ -102,7 +102,7 @@ def certify(training: TrainingRun) -> None:
         InterruptionRequested: an interruption was requested.
     """
     spec, state, replica = training.assignment.spec, training.state, training.replica
-    # A ramp may begin with a sample or two, which no split changes: the batch that it ends with is compared.
+    # A ramp may begin with a sample or two, which no split changes: the full batch is compared.
     window = training.loader.window(state.position.cursor, max(training.batch, spec.effective_batch_size))
     denominator = training.loader.samples.denominator(window)
     if not spec.certificate or spec.clip_mode == "each_micro_batch":

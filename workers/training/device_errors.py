@@ -3,6 +3,7 @@
 import re
 
 import torch
+import torch.distributed as dist
 
 from app.contract.plan import Plan
 from workers.training.exceptions import CannotTrain
@@ -78,9 +79,12 @@ _OWN_CONTEXT = GIB
 def memory_of_others() -> str:
     """The beginning of a sentence about the memory of the current GPU that other processes use; empty if they
     use little of it, or there is no GPU."""
-    if not torch.cuda.is_initialized():
+    if not torch.cuda.is_initialized() or (dist.is_available() and dist.is_initialized()):
+        return ""  # other ranks of the job may use the same GPU
+    try:
+        free, total = torch.cuda.mem_get_info()
+    except RuntimeError:  # after some errors, nothing can be asked any more
         return ""
-    free, total = torch.cuda.mem_get_info()
     others = total - free - torch.cuda.memory_reserved() - _OWN_CONTEXT
     if others < _OWN_CONTEXT:
         return ""

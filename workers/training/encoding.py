@@ -57,6 +57,7 @@ class ExampleEncoder:
             )
         self._end = [int(tokenizer.eos_token_id)]
         self._renderers: dict[str, Renderer] = {}
+        self._last_noted: int | None = None
         self.last_answers_only = 0
         """Chats of which only the last answer is learned, because of the chat template."""
 
@@ -112,7 +113,9 @@ class ExampleEncoder:
         if all(whole.startswith(before) and whole.startswith(upto) for before, upto in turns):
             return _all_turns(whole, turns)
         pieces = _last_turn(number, *turns[-1])
-        self.last_answers_only += len(turns) > 1
+        if len(turns) > 1 and number != self._last_noted:  # the answers of a pair are in one line
+            self.last_answers_only += 1
+            self._last_noted = number
         return pieces
 
     def _begun_and_ended(self, tokens: list[int], counts: list[bool]) -> tuple[list[int], list[bool]]:

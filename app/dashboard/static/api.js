@@ -2,6 +2,7 @@
 
 const KEY = "accrue.key";
 const MAX_RETRY_DELAY_MS = 8000;
+const MOST_IN_MEMORY = 2 ** 26;
 
 /** An error response of the service, with the service's message. */
 export class ServiceError extends Error {
@@ -14,8 +15,11 @@ export class ServiceError extends Error {
 }
 
 /** What to tell the user about a failed request. */
-export const messageOf = (error) =>
-  error instanceof ServiceError ? error.message : "The service cannot be reached. Is it running?";
+export function messageOf(error) {
+  if (error instanceof ServiceError) return error.message;
+  console.warn(error);
+  return "The service cannot be reached. Is it running?";
+}
 
 export const key = {
   get: () => sessionStorage.getItem(KEY),
@@ -77,11 +81,17 @@ export async function download(path, name, onProgress) {
   if (key.get()) {
     const answer = await request(path);
     const type = answer.headers.get("Content-Type") ?? "";
-    const parts = [];
+    let parts = [];
     let received = 0;
+    let gathered = 0;
     for await (const part of chunksOf(answer.body)) {
       parts.push(part);
       received += part.length;
+      gathered += part.length;
+      if (gathered > MOST_IN_MEMORY) {
+        parts = [new Blob(parts)]; // the browser may keep it on disk
+        gathered = 0;
+      }
       onProgress(received);
     }
     url = URL.createObjectURL(new Blob(parts, { type }));

@@ -53,7 +53,6 @@ function decoded(part) {
 }
 
 function problem(error, again = true) {
-  if (!(error instanceof ServiceError)) console.warn(error);
   return h(
     "section",
     { class: "panel problem", role: "alert" },
@@ -110,6 +109,7 @@ document.addEventListener("connection", ({ detail: reachable }) => {
 
 /** Hides the banner once the service answers again: not every page makes requests by itself. */
 async function askAgain() {
+  if (document.hidden) return;
   const answer = await fetch("healthz").catch(() => null);
   if (answer?.ok) document.dispatchEvent(new CustomEvent("connection", { detail: true }));
 }

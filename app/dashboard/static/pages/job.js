@@ -94,19 +94,19 @@ export async function show(main, { id, signal }) {
     if (events.childElementCount > MOST_EVENTS) events.lastElementChild.remove();
   };
   let lastEvent = "";
-  let watching = false;
-  async function watch() {
-    if (watching) return;
-    watching = true;
-    try {
-      [, lastEvent] = await Promise.all([poll(look, EVERY, signal), follow(id, showEvent, signal, lastEvent)]);
-    } finally {
-      watching = false;
-    }
+  const going = new Set();
+  async function keep(name, action) {
+    if (going.has(name)) return;
+    going.add(name);
+    await action().finally(() => going.delete(name));
   }
+  const followOn = async () => {
+    lastEvent = await follow(id, showEvent, signal, lastEvent);
+  };
+  const watch = () => Promise.all([keep("state", () => poll(look, EVERY, signal)), keep("events", followOn)]);
   /** After an action: a job that had ended may be queued again. */
   async function lookAgain() {
-    if (await look()) watch();
+    if (await look()) watch().catch(console.warn);
   }
   await watch();
 }

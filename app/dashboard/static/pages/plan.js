@@ -197,7 +197,7 @@ export async function show(main, { chosen, signal }) {
     } catch (error) {
       if (signal.aborted) return;
       if (!(error instanceof ServiceError)) {
-        const again = dry ? "" : " Once it answers, press Start again: the job is never started twice.";
+        const again = dry ? "" : " Once it answers, press Start again: nothing is started twice.";
         fill(starting, h("p", { class: "is-bad", role: "alert" }, messageOf(error) + again));
         return;
       }
