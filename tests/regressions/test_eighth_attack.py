@@ -107,7 +107,7 @@ def test_a_backup_whose_disk_is_full_fails(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr("app.maintenance.backup.os.utime", full)
     with pytest.raises(OSError, match="No space"):
-        _copy_run(run, tmp_path / "copy")
+        _copy_run(run, tmp_path / "copy", tmp_path / "links")
 
 
 def test_a_copy_of_a_sparse_file_takes_no_more_space(tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_a_copy_of_a_sparse_file_takes_no_more_space(tmp_path: Path) -> None:
         file.seek(2**30)
         file.write(b"end")
         file.truncate(2**31)
-    _copy_run(run, tmp_path / "copy")
+    _copy_run(run, tmp_path / "copy", tmp_path / "links")
     copy = (tmp_path / "copy" / "sparse").stat()
     assert copy.st_size == 2**31
     assert copy.st_blocks * 512 < 2**22

@@ -207,7 +207,7 @@ def test_a_backup_does_not_follow_links_that_appear_during_the_copy(tmp_path: Pa
             assert flipping.stdout.readline() == b"ready\n"
             for number in range(100):
                 target = tmp_path / f"copy{number}"
-                _copy_run(run, target)
+                _copy_run(run, target, tmp_path / "links")
                 copied = [path for path in target.rglob("*") if path.is_file()]
                 assert {path.read_text() for path in copied} <= {"own"}
                 assert not any(path.is_symlink() for path in target.rglob("*"))
@@ -222,7 +222,7 @@ def test_a_copy_has_the_content_and_the_times_of_the_run(tmp_path: Path) -> None
     (run / ".unfinished").write_text("x")
     (run / "lock").touch()
     os.utime(run / "checkpoints" / "step-1" / "weights", ns=(10**18, 10**18))
-    _copy_run(run, tmp_path / "copy")
+    _copy_run(run, tmp_path / "copy", tmp_path / "links")
     copied = [path for path in (tmp_path / "copy").rglob("*") if path.is_file()]
     assert [path.name for path in copied] == ["weights"]
     copy = tmp_path / "copy" / "checkpoints" / "step-1" / "weights"
