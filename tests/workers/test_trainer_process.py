@@ -1,6 +1,7 @@
 """Signals reach the trainer's process and no other."""
 
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -31,9 +32,18 @@ def bystander(pid: int) -> subprocess.Popen[bytes] | None:
     return None
 
 
-@pytest.mark.parametrize("forks", [False, True], ids=["started directly", "forked"])
-def test_a_process_that_reuses_a_dead_trainer_s_pid_is_not_signalled(tmp_path: Path, forks: bool) -> None:
-    server = ForkServer() if forks else None
+@pytest.fixture(params=[False, True], ids=["started directly", "forked"])
+def server(request: pytest.FixtureRequest) -> Iterator[ForkServer | None]:
+    """A fork server, or none."""
+    server = ForkServer() if request.param else None
+    yield server
+    if server is not None:
+        server.close()
+
+
+def test_a_process_that_reuses_a_dead_trainer_s_pid_is_not_signalled(
+    tmp_path: Path, server: ForkServer | None
+) -> None:
     run = create_run(tmp_path / "run")
     trainer = TrainerProcess(run, [CPU], silence_seconds=60, fork_server=server)
     until(lambda: trainer.status() is None and trainer.pid is not None)
@@ -55,8 +65,6 @@ def test_a_process_that_reuses_a_dead_trainer_s_pid_is_not_signalled(tmp_path: P
     finally:
         other.kill()
         other.wait()
-        if server is not None:
-            server.close()
 
 
 def test_a_trainer_without_network_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
