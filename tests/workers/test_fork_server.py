@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -71,7 +72,11 @@ def ended(pid: int) -> bool:
 
 
 def open_files(pid: int) -> dict[int, str]:
-    return {int(entry.name): str(entry.readlink()) for entry in Path(f"/proc/{pid}/fd").iterdir()}
+    found = {}
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # it has just been closed
+            found[int(entry.name)] = str(entry.readlink())
+    return found
 
 
 def test_a_copy_trains_as_a_process_of_its_own(tmp_path: Path, loaded: ForkServer) -> None:
