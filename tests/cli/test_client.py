@@ -2,6 +2,7 @@
 
 import sys
 import threading
+from collections.abc import Callable
 from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -27,31 +28,43 @@ def test_an_invalid_address_is_reported(url: str) -> None:
         Client(url)
 
 
+class Answering(Client):
+    """A client whose service is a function of the requested path."""
+
+    def __init__(self, answer: Callable[[str], Any]) -> None:
+        self._answer = answer
+
+    def get(self, path: str, **kw: Any) -> Any:
+        return self._answer(path)
+
+
+def raising(error: BaseException) -> Callable[[str], Any]:
+    def answer(path: str) -> Any:
+        raise error
+
+    return answer
+
+
 def test_interrupting_watch_reports_that_the_job_continues(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    class Service(Client):
-        def __init__(self) -> None:
-            pass
-
-        def get(self, path: str, **kw: Any) -> Any:
-            progress = {
-                "step": 1,
-                "steps_total": 9,
-                "loss": 2.0,
-                "tokens_per_second": None,
-                "eta_seconds": None,
-                "within_window": True,
-                "accumulation_step": 3,
-            }
-            return {"status": "running", "waiting": None, "progress": progress}
+    progress = {
+        "step": 1,
+        "steps_total": 9,
+        "loss": 2.0,
+        "tokens_per_second": None,
+        "eta_seconds": None,
+        "within_window": True,
+        "accumulation_step": 3,
+    }
+    service = Answering(lambda _: {"status": "running", "waiting": None, "progress": progress})
 
     def interrupted(seconds: float) -> None:
         raise KeyboardInterrupt
 
     # only for this module: threads of other tests sleep, too
     monkeypatch.setattr(terminal, "time", SimpleNamespace(sleep=interrupted))
-    assert terminal.follow(Service(), "ftjob-1") == 130
+    assert terminal.follow(service, "ftjob-1") == 130
     assert "accrue cancel ftjob-1" in capsys.readouterr().out
 
 
@@ -155,51 +168,35 @@ def test_a_service_on_this_machine_is_asked_without_a_proxy(
 def test_watching_outlives_a_restart_of_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = [LostConnection("no service answers"), TemporaryError("busy"), {"status": "running"}]
 
-    class Service(Client):
-        def __init__(self) -> None:
-            pass
-
-        def get(self, path: str, **kw: Any) -> Any:
-            answer = answers.pop(0)
-            if isinstance(answer, Exception):
-                raise answer
-            return answer
+    def answer(path: str) -> Any:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
     slept: list[float] = []
     moment = SimpleNamespace(sleep=slept.append, monotonic=lambda: sum(slept))
     monkeypatch.setattr("app.cli.client.time", moment)
     said: list[str] = []
-    assert Service().get_patiently("/job", said.append) == {"status": "running"}
+    assert Answering(answer).get_patiently("/job", said.append) == {"status": "running"}
     assert said == ["no service answers (trying again for 5 minutes)"]
     answers += [LostConnection("gone")] * 1000
     with pytest.raises(LostConnection):
-        Service().get_patiently("/job", said.append)
+        Answering(answer).get_patiently("/job", said.append)
     assert 300 < sum(slept) < 320
 
 
 def test_a_refusal_is_not_repeated() -> None:
-    class Service(Client):
-        def __init__(self) -> None:
-            pass
-
-        def get(self, path: str, **kw: Any) -> Any:
-            raise ServiceError("no such job")
-
+    refusing = Answering(raising(ServiceError("no such job")))
     with pytest.raises(ServiceError, match="no such job"):
-        Service().get_patiently("/job", lambda _: None)
+        refusing.get_patiently("/job", pytest.fail)
 
 
 def test_interrupting_a_wait_reports_that_the_job_continues(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    class Service(Client):
-        def __init__(self) -> None:
-            pass
-
-        def get(self, path: str, **kw: Any) -> Any:
-            raise KeyboardInterrupt
-
+    interrupted = Answering(raising(KeyboardInterrupt()))
     with pytest.raises(SystemExit) as ended:
-        terminal.wait_for(Service(), "ftjob-1", "measuring", quiet=True)
+        terminal.wait_for(interrupted, "ftjob-1", "measuring", quiet=True)
     assert ended.value.code == 130
     assert "accrue cancel ftjob-1" in capsys.readouterr().err.replace("\n", " ")

@@ -302,7 +302,7 @@ def test_an_attempt_of_a_lost_worker_ends_with_its_lease(database: Database) -> 
     with database.writing() as session:
         session.execute(update(Attempt).values(claimed_at=database_now() - 60 * HOUR))
         session.execute(update(Job).values(lease_until=database_now() - 59 * HOUR))
-    with database.reading() as session:  # nobody has noticed yet
+    with database.reading() as session:  # before any worker takes the job back
         assert records.running_seconds(session, [team])[team] == pytest.approx(HOUR, abs=60)
         assert quotas.used_up(session) == ()
     with database.writing() as session:

@@ -352,7 +352,7 @@ def use_if_it_agrees(kernels: Kernels, replica: Replica, loader: Loader, reporte
         return
     _quietly(kernels.switch_off)
     message = f"{kernels.name[:1].upper()}{kernels.name[1:]} is not used: {why}."
-    # whoever installed a package expects its kernels; Accrue's own were not requested
+    # A user who installed a package expects that its kernels are used; nobody requests those of Accrue.
     level: Literal["info", "warning"] = "warning" if kernels.is_installed else "info"
     reporter.event("kernels", message, level, package=kernels.name, gradient_error=known, used=False)
 
