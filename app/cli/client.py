@@ -23,6 +23,7 @@ _EXAMPLE = "http://127.0.0.1:8000"
 _MAX_RECONNECTS = 5
 """Reconnection attempts in a row; each waits a second longer than the one before."""
 _RESTART_SECONDS, _SECONDS_BETWEEN_TRIES = 300.0, 2.0
+"""How long a service may take to restart while a command follows a job, and how often it is tried."""
 _TOO_MANY_REQUESTS, _SERVER_ERRORS = 429, 500
 """The status of an answer to too many requests, and the first of those about the service itself."""
 

@@ -46,9 +46,8 @@ def main() -> None:
         _limit_memory()
         result = asdict(_write(order))
     except ImportError as error:
-        result = {
-            "error": f"Reading this kind of file needs the Python package {str(error.name).split('.')[0]}."
-        }
+        package = str(error.name).split(".")[0]
+        result = {"error": f"Reading this kind of file needs the Python package {package}."}
     except (BadFile, BadLine) as error:
         result = {"error": str(error)}
     except MemoryError:

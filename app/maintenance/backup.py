@@ -314,23 +314,22 @@ def _copy_run(source: Path, target: Path, links: Path) -> None:
         links: a new folder for the links, on the same file system as the run directory if possible.
     """
     try:
-        without = _CHECKPOINTS if _linked(source, links) else None
+        without = _CHECKPOINTS if _link_checkpoints(source, links) else None
         _copy_tree(links, target)
         _copy_tree(source, target, without)
     finally:
         shutil.rmtree(links, ignore_errors=True)
 
 
-def _linked(source: Path, links: Path) -> bool:
+def _link_checkpoints(source: Path, links: Path) -> bool:
     """Links the checkpoints of a run directory and of its replicas. Returns False, and leaves nothing, if
     files cannot be linked."""
     try:
         for base in (source, *source.glob(_REPLICAS)):
             for _ in range(_LISTINGS):
-                names = sorted(
-                    _names(base, _CHECKPOINTS), reverse=True
-                )  # the mark of the best one comes last
-                linked = [_is_linked(base, links / base.relative_to(source), name) for name in names]
+                # In this order, the mark of the best checkpoint comes last.
+                names = sorted(_names(base, _CHECKPOINTS), reverse=True)
+                linked = [_link_checkpoint(base, links / base.relative_to(source), name) for name in names]
                 if all(linked):
                     break
     except OSError as error:
@@ -352,7 +351,7 @@ def _names(run: Path, *parts: str) -> list[str]:
     return []
 
 
-def _is_linked(run: Path, links: Path, name: str) -> bool:
+def _link_checkpoint(run: Path, links: Path, name: str) -> bool:
     """Links all files of a checkpoint, or a file beside the checkpoints, unless it is linked already. Returns
     False, and leaves nothing, if it is deleted meanwhile. What is neither a file nor a folder is left out."""
     own = links / _CHECKPOINTS / name

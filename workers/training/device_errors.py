@@ -83,7 +83,7 @@ def memory_of_others() -> str:
         return ""  # other ranks of the job may use the same GPU
     try:
         free, total = torch.cuda.mem_get_info()
-    except RuntimeError:  # after some errors, nothing can be asked any more
+    except RuntimeError:  # after some errors, a GPU answers no calls any more
         return ""
     others = total - free - torch.cuda.memory_reserved() - _OWN_CONTEXT
     if others < _OWN_CONTEXT:
