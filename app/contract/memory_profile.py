@@ -44,6 +44,8 @@ class Recipe(Frozen):
     compile: bool = False
     """Whether torch compiles the model. Memory is simulated for the step that is not compiled, and corrected
     by what compiled ones took."""
+    flash_attention: bool = True
+    """Whether the GPU has flash attention, which needs compute capability 8.0 as bf16 does."""
     expandable_segments: bool = False
     """Whether PyTorch's caching allocator uses expandable segments."""
     context_bytes: int | None = None

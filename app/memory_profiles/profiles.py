@@ -34,7 +34,7 @@ from app.storage.session import Session
 from app.storage.tables import Job, ProfileRequest, StoredProfile
 from app.storage.waits import Gone, never, until_found
 
-_PROFILER_VERSION = {"cpu": 2, "cuda": 5}
+_PROFILER_VERSION = {"cpu": 2, "cuda": 4}
 """The version of the profiler, by device; profiles made by other versions are not used."""
 
 _CLAIM_SECONDS = 60.0
@@ -79,6 +79,7 @@ def key_of(architecture: Architecture, recipe: Recipe, sequence: int) -> str:
         "zero_stage": 3,
         "direct_sums": False,
         "compile": False,
+        "flash_attention": True,
     }
     unused = {name for name, value in defaults.items() if getattr(recipe, name) == value}
     own = recipe.model_dump_json(exclude=unused | {"context_bytes"})

@@ -27,10 +27,14 @@ def precision_for(requested: Literal["auto"] | Precision, device: Device) -> Run
         return "fp32" if requested == "no" else requested
     if device.kind == "cpu":
         return "fp32"
+    return "bf16" if _is_ampere_or_later(device) else "fp16"
+
+
+def _is_ampere_or_later(device: Device) -> bool:
+    """Whether a GPU has bf16 and flash attention."""
     if device.compute_capability is not None:
-        return "bf16" if device.compute_capability >= _FIRST_WITH_BF16 else "fp16"
-    name = re.sub(r"[-_]", " ", device.name.upper())
-    return "fp16" if _WITHOUT_BF16.search(name) else "bf16"
+        return device.compute_capability >= _FIRST_WITH_BF16
+    return _WITHOUT_BF16.search(re.sub(r"[-_]", " ", device.name.upper())) is None
 
 
 def make_recipe(
@@ -51,6 +55,7 @@ def make_recipe(
         optimizer=optimizer,
         lora=method.lora,
         quantised=method.name == "qlora",
+        flash_attention=device.kind == "cpu" or _is_ampere_or_later(device),
         expandable_segments=device.expandable_segments,
         context_bytes=device.context_bytes,
         **{"direct_sums": device.kind == "cpu", **options},

@@ -7,6 +7,9 @@ import torch
 from torch import fx
 from transformers import AutoModelForCausalLM, LlamaConfig, masking_utils
 
+from app.contract.spec import MethodSpec, RunPrecision
+from app.planning.devices import GIB, Device
+from app.planning.recipes import make_recipe
 from workers.training.attention import repeats_heads, rows_known
 from workers.training.batches import BatchLayout, collate
 from workers.training.loss import TokenLoss
@@ -84,8 +87,23 @@ def test_a_packed_row_of_one_sample_needs_no_mask() -> None:
     assert together is not None
 
 
-def test_heads_are_repeated_where_no_flash_kernel_may_exist() -> None:
+@pytest.mark.parametrize("flash", [True, False])
+def test_heads_are_repeated_where_there_is_no_flash_kernel(flash: bool) -> None:
     """GPUs without bf16 train in fp16, and have no flash attention."""
-    repeated = {precision: repeats_heads("cuda", precision) for precision in ("fp32", "tf32", "fp16", "bf16")}
-    assert repeated == {"fp32": True, "tf32": True, "fp16": True, "bf16": False}
-    assert not repeats_heads("cpu", "fp16")
+    precisions: tuple[RunPrecision, ...] = ("fp32", "tf32", "fp16", "bf16")
+    repeated = {each for each in precisions if repeats_heads("cuda", each, flash=flash)}
+    assert repeated == ({"fp32", "tf32"} if flash else set(precisions))
+    assert not repeats_heads("cpu", "fp16", flash=flash)
+
+
+@pytest.mark.parametrize(
+    ("device", "flash"),
+    [
+        (Device(0, "Tesla T4", 16 * GIB, "cuda", compute_capability=7.5), False),
+        (Device(0, "T4", 16 * GIB, "cuda"), False),
+        (Device(0, "A100-80GB", 80 * GIB, "cuda"), True),
+        (Device("cpu", "CPU", 16 * GIB, "cpu"), True),
+    ],
+)
+def test_a_plan_knows_whether_a_gpu_has_flash_attention(device: Device, flash: bool) -> None:
+    assert make_recipe(device, "fp16", "adamw", MethodSpec(name="full", lora=None)).flash_attention == flash

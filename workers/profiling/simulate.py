@@ -268,7 +268,7 @@ class Simulation:
         step = _Step(window, gradients, balance, loss, lambda: models.autocast(recipe.precision, "cpu"))
         hooks = follow(recorder, model, self._depth, routed=balance is not None)
         try:
-            with heads_repeated(recipe.device, recipe.precision), recorder:
+            with heads_repeated(recipe.device, recipe.precision, flash=recipe.flash_attention), recorder:
                 self._make_states(recorder, optimizer, parameters)
                 self._window(recorder, step, rows, sequence)
             return recorder.stop()

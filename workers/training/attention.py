@@ -5,8 +5,8 @@
 - In fp32 and tf32 only the memory-efficient kernel and the plain one (math) can run. The former does not take
   grouped heads as such, so keys and values are repeated for it; its backward pass is not deterministic, so
   that deterministic training uses the plain one, which holds all scores in memory.
-- GPUs without bf16 (before compute capability 8.0) have no flash attention either. They train in fp16, for
-  which keys and values are therefore repeated, too; on newer GPUs that only costs a little memory.
+- GPUs without bf16 (before compute capability 8.0) have no flash attention either, so that the same is true
+  of fp16 there.
 - transformers looks for packed rows in the position ids of every forward pass: it waits for the device, or,
   while torch.compile traces the model, assumes that there are some, and passes a mask, which flash attention
   does not take. The trainer knows which rows are packed.
@@ -22,15 +22,17 @@ from torch import Tensor
 
 from app.contract.spec import RunPrecision
 
-_FLASH: tuple[RunPrecision, ...] = ("bf16", "pure_bf16")
-"""Precisions in which flash attention runs on every GPU that has them."""
+_FLASH: tuple[RunPrecision, ...] = ("bf16", "fp16", "pure_bf16")
+_FIRST_WITH_FLASH = (8, 0)
+"""The compute capability from which GPUs have flash attention."""
 
 
 def choose_kernels(precision: RunPrecision, *, deterministic: bool) -> None:
-    """Chooses the kernels for all attention of this process on a GPU."""
+    """Chooses the kernels for all attention of this process on its current GPU."""
     torch.backends.cuda.enable_cudnn_sdp(False)
     torch.backends.cuda.enable_mem_efficient_sdp(not deterministic)
-    _set_repeated_heads(repeats_heads("cuda", precision))
+    flash = not torch.cuda.is_available() or torch.cuda.get_device_capability() >= _FIRST_WITH_FLASH
+    _set_repeated_heads(repeats_heads("cuda", precision, flash=flash))
 
 
 def _set_repeated_heads(repeats: bool) -> None:
@@ -49,19 +51,25 @@ def _set_repeated_heads(repeats: bool) -> None:
     sdpa_attention.use_gqa_in_sdpa = never
 
 
-def repeats_heads(device: Literal["cpu", "cuda"], precision: RunPrecision) -> bool:
-    """Whether grouped keys and values are repeated, one for each head, before the kernel runs."""
-    return device == "cuda" and precision not in _FLASH
+def repeats_heads(device: Literal["cpu", "cuda"], precision: RunPrecision, *, flash: bool = True) -> bool:
+    """Whether grouped keys and values are repeated, one for each head, before the kernel runs.
+
+    Args:
+        flash: whether the GPU has flash attention.
+    """
+    return device == "cuda" and not (flash and precision in _FLASH)
 
 
 @contextmanager
-def heads_repeated(device: Literal["cpu", "cuda"], precision: RunPrecision) -> Iterator[None]:
+def heads_repeated(
+    device: Literal["cpu", "cuda"], precision: RunPrecision, *, flash: bool = True
+) -> Iterator[None]:
     """Within the block, transformers' sdpa attention treats grouped heads as it does in a trainer on such a
     device; for the simulation, whose process runs steps for several devices."""
     from transformers.integrations import sdpa_attention
 
     own = sdpa_attention.use_gqa_in_sdpa
-    _set_repeated_heads(repeats_heads(device, precision))
+    _set_repeated_heads(repeats_heads(device, precision, flash=flash))
     try:
         yield
     finally:

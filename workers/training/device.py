@@ -26,12 +26,12 @@ def device_of(plan: Plan, rank: RankPlan, *, deterministic: bool = False) -> tor
         return torch.device("cpu")
     if deterministic:
         use_deterministic_kernels()
-    attention.choose_kernels(plan.precision, deterministic=deterministic)
     check_cuda()
     # The launcher shows each rank only its own GPU; torchrun shows all of them.
     local = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cuda", local if local < torch.cuda.device_count() else 0)
     torch.cuda.set_device(device)  # Triton starts kernels on the current device
+    attention.choose_kernels(plan.precision, deterministic=deterministic)
     total = torch.cuda.get_device_properties(device).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, rank.memory_limit_bytes / total), device)
     return device
