@@ -44,7 +44,7 @@ from workers.preemptor import Preemptor
 from workers.slots import Slots, labels_of
 from workers.temperature import Heat
 from workers.trainer_launcher import TrainerLauncher
-from workers.training.fork_server import ForkServer
+from workers.training.processes.fork_server import ForkServer
 
 log = structlog.get_logger("accrue.worker")
 

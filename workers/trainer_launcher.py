@@ -36,8 +36,8 @@ from workers.fetched_run import FetchingTrainer, Inputs, fetch_run, find_inputs
 from workers.leases import Running, Trainer
 from workers.run_directory import RunDirectory
 from workers.trainer_process import TrainerProcess
-from workers.training.filesystem_view import named_view
-from workers.training.fork_server import ForkServer
+from workers.training.processes.filesystem_view import named_view
+from workers.training.processes.fork_server import ForkServer
 
 log = structlog.get_logger("accrue.worker")
 

@@ -29,8 +29,8 @@ from workers.run_directory import (
     TOKEN_VARIABLE,
     RunDirectory,
 )
-from workers.training.fork_server import ForkedTrainer, ForkServer
-from workers.training.preloading import command
+from workers.training.processes.fork_server import ForkedTrainer, ForkServer
+from workers.training.processes.preloading import command
 
 _PASSED_ON = (
     "PATH", "HOME", "USER", "LANG", "LC_ALL", "TMPDIR", "VIRTUAL_ENV", "PYTHONPATH", "LD_LIBRARY_PATH",

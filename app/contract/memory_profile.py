@@ -37,7 +37,7 @@ class Recipe(Frozen):
     """What is divided, if there are several parts."""
     direct_sums: bool = False
     """Whether the gradients of large weights are added to their sums directly
-    (workers/training/direct_sums.py)."""
+    (workers/training/gradients/direct_sums.py)."""
     scores: int = 0
     """The scores that the model gives to a whole sequence (classification, reward); 0: a language model,
     with its output head."""

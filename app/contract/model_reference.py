@@ -18,7 +18,7 @@ class LoraSpec(Frozen):
     alpha: int
     dropout: float
     target_modules: tuple[str, ...] | None
-    """Suffixes of module names; None: the default (`workers.training.adapters.default_targets`)."""
+    """Suffixes of module names; None: the default (`workers.training.models.adapters.default_targets`)."""
     merge: bool
     """The model is saved with the adapters merged into it, instead of the adapters alone."""
 

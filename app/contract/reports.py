@@ -117,7 +117,7 @@ class TuningStep(Frozen):
 
     step: Count
     state: dict[str, Any]
-    """The trainer's own state after it (workers/training/state.py: LearnedTuning)."""
+    """The trainer's own state after it (workers/training/checkpoints/state.py: LearnedTuning)."""
 
 
 class Rewards(Frozen):

@@ -88,7 +88,7 @@ def recipe_of(spec: Spec, device: Device) -> Recipe:
 
 def _attention(spec: Spec, device: Device) -> Attention:
     """The attention whose memory a step takes: deterministic attention in fp32 holds all scores on a GPU, as
-    eager attention does (workers/training/attention.py)."""
+    eager attention does (workers/training/kernels/attention.py)."""
     wide = precision_for(spec.precision, device) in ("fp32", "tf32")
     return "eager" if spec.deterministic and device.kind == "cuda" and wide else spec.attention
 

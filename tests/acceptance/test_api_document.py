@@ -14,7 +14,7 @@ from app.main import create_app
 from app.settings import Settings
 from tests.harness.runs import write_texts
 from tests.harness.service import Accrue, running
-from workers.training.tiny_gpt2 import ensure_tiny_gpt2
+from workers.training.models.tiny_gpt2 import ensure_tiny_gpt2
 
 pytestmark = pytest.mark.thorough
 

@@ -22,7 +22,7 @@ from tests.harness.commands import commands
 from tests.harness.runs import until, write_texts
 from tests.harness.service import Accrue, running
 from workers.job_end import DEVICE_LOST
-from workers.training.tiny_gpt2 import ensure_tiny_gpt2
+from workers.training.models.tiny_gpt2 import ensure_tiny_gpt2
 
 pytestmark = pytest.mark.thorough
 

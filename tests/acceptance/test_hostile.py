@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.harness.service import TRAINING, Accrue, running
-from workers.training.tiny_gpt2 import ensure_tiny_gpt2
+from workers.training.models.tiny_gpt2 import ensure_tiny_gpt2
 
 pytestmark = pytest.mark.thorough
 

@@ -16,7 +16,7 @@ from app.contract.plan import FixedSize, MicroBatchRule, TokenBudget
 from tests.benchmarks.material import EFFECTIVE_BATCH, RATE, SEED, create_run, order_of_samples
 
 if TYPE_CHECKING:
-    from workers.training.batches import MicroBatch
+    from workers.training.micro_batches.batches import MicroBatch
     from workers.training.training_run import TrainingRun
 
 
@@ -36,11 +36,11 @@ def reset_peak() -> int:
 def accrue(requested: dict[str, Any], folder: Path) -> dict[str, Any]:
     """This project's trainer, as a job runs it."""
     from workers.reporter import Reporter
-    from workers.training import certificate
+    from workers.training.checks import certificate
     from workers.training.exceptions import InterruptionRequested
     from workers.training.fit import train
+    from workers.training.reporting.trackers import Trackers
     from workers.training.start import start
-    from workers.training.trackers import Trackers
 
     cut: MicroBatchRule | None = FixedSize(samples=requested["rows"]) if "rows" in requested else None
     if "tokens" in requested:
@@ -192,8 +192,8 @@ def overhead(requested: dict[str, Any], folder: Path) -> dict[str, Any]:
     """The time of a window of 16 equal micro-batches without its optimizer, relative to 16 bare passes."""
     from workers.reporter import Reporter
     from workers.training import accumulate
+    from workers.training.reporting.trackers import Trackers
     from workers.training.start import start
-    from workers.training.trackers import Trackers
 
     run = create_run(
         folder,

@@ -18,7 +18,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.harness.service import ENDED, TRAINING, Accrue, running
-from workers.training.tiny_gpt2 import make_tokenizer
+from workers.training.models.tiny_gpt2 import make_tokenizer
 
 RESULTS = Path(__file__).parent / "results"
 _STEPS_BEFORE_SECOND = 20

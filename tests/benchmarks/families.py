@@ -29,13 +29,13 @@ _SAMPLES = 8
 def examine(family: str) -> dict[str, Any]:
     """What happens to a family; a step that fails says why."""
     from transformers import AutoConfig
+    from workers.training.gradients import direct_sums
 
     from tests.harness.any_family import lay_any, make_any, small_config
     from tests.harness.runs import events_of, small_data
     from tests.harness.specs import make_spec
     from tests.harness.training import run_to_end
-    from workers.training import direct_sums
-    from workers.training.auto_class import auto_class
+    from workers.training.models.auto_class import auto_class
 
     direct_sums.LEAST_ELEMENTS = 1  # as for the large weights of real models
     found: dict[str, Any] = {"family": family}
@@ -69,8 +69,8 @@ def examine(family: str) -> dict[str, Any]:
 
 def error_in_fp64(model: Any) -> float:
     """The relative difference between the gradients of a window in one micro-batch and in four."""
-    from workers.training.batches import BatchLayout, collate
-    from workers.training.loss import TokenLoss
+    from workers.training.losses.loss import TokenLoss
+    from workers.training.micro_batches.batches import BatchLayout, collate
 
     random = np.random.default_rng(0)
     rows = []

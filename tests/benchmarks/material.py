@@ -16,7 +16,7 @@ from app.contract.spec import RequestedSplit, Spec
 from app.planning.architectures import from_config
 from tests.harness.specs import cpu_plan, make_optimizer, make_schedule, make_spec
 from workers.run_directory import RunDirectory
-from workers.training.batches import epoch_order
+from workers.training.micro_batches.batches import epoch_order
 
 VOCABULARY = 4096
 EFFECTIVE_BATCH = 64

@@ -38,10 +38,10 @@ from tests.benchmarks.true_peak import (
 from tests.harness.live_bytes import peak_of
 from workers.profiling.profile import make_profile
 from workers.reporter import Reporter
+from workers.training.devices.memory import MemoryWatch
 from workers.training.fit import advance
-from workers.training.memory import MemoryWatch
+from workers.training.reporting.trackers import Trackers
 from workers.training.start import start
-from workers.training.trackers import Trackers
 
 EXAMPLES = 48
 WINDOWS = 4

@@ -34,10 +34,10 @@ from workers.training.accumulate import train_window
 from workers.training.distributed.buckets import Buckets
 from workers.training.distributed.group import ALONE, Group, ProcessGroup
 from workers.training.fit import advance
-from workers.training.head import head_of
+from workers.training.models.head import head_of
+from workers.training.models.tiny_gpt2 import ensure_tiny_gpt2
+from workers.training.reporting.trackers import Trackers
 from workers.training.start import start
-from workers.training.tiny_gpt2 import ensure_tiny_gpt2
-from workers.training.trackers import Trackers
 from workers.training.training_run import TrainingRun
 
 ROOT = Path(__file__).parents[2]
@@ -91,7 +91,7 @@ def create_run(folder: Path, spec: Spec, plan: Plan, data: Path, model: Path) ->
 def make_model(config: dict[str, Any], model: Path) -> Path:
     """A model with random weights from its config, and a byte-level tokenizer."""
     from workers.profiling.depth import config_for
-    from workers.training.auto_class import auto_class
+    from workers.training.models.auto_class import auto_class
 
     ensure_tiny_gpt2(model)  # for its byte-level tokenizer
     for left in model.glob("*.safetensors"):

@@ -22,7 +22,7 @@ from workers.exports import make as exports
 from workers.exports import verify
 from workers.exports.refusal import NotExported
 from workers.run_directory import RunDirectory
-from workers.training.score_head import score_layer_of
+from workers.training.models.score_head import score_layer_of
 
 LORA = LoraSpec(r=8, alpha=16, dropout=0.0, target_modules=None, merge=False)
 
@@ -123,7 +123,7 @@ def _spoil_weights(folder: Path) -> None:
 
 def _forget_an_adapter(folder: Path) -> None:
     """As if the adapters had not been merged: the base model's weights."""
-    from workers.training.tiny_gpt2 import make_model
+    from workers.training.models.tiny_gpt2 import make_model
 
     make_model().save_pretrained(folder)
 

@@ -27,7 +27,7 @@ from tests.harness.specs import cpu_plan, make_spec
 from workers.reporter import Reporter
 from workers.run_directory import RunDirectory
 from workers.training.exceptions import Interrupted
-from workers.training.tiny_gpt2 import ensure_tiny_gpt2
+from workers.training.models.tiny_gpt2 import ensure_tiny_gpt2
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812
+from workers.training.gradients.gradient_sums import gradients_for
 
 from app.contract.memory_profile import Recipe
 from app.contract.model_reference import LoraSpec
@@ -21,14 +22,13 @@ from app.contract.spec import RunPrecision
 from app.planning.estimate import ByProfile
 from tests.gpu.checks import Check, Place, at_least, at_most, processes
 from tests.harness.specs import make_spec
-from workers.training import attention as kernels_of_attention
-from workers.training import model as models
-from workers.training.batches import MicroBatch
-from workers.training.gradients import gradients_for
-from workers.training.head import backbone_of
-from workers.training.kernels import installed_kernels
-from workers.training.loss import TokenLoss
-from workers.training.memory import begin_steps
+from workers.training.devices.memory import begin_steps
+from workers.training.kernels import attention as kernels_of_attention
+from workers.training.kernels.selection import installed_kernels
+from workers.training.losses.loss import TokenLoss
+from workers.training.micro_batches.batches import MicroBatch
+from workers.training.models import model as models
+from workers.training.models.head import backbone_of
 from workers.training.window import Clipping, Window
 
 LORA = LoraSpec(r=16, alpha=32, dropout=0.0, target_modules=None, merge=False)

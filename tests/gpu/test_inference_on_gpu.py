@@ -19,7 +19,7 @@ from workers.inference.engine_process import EngineProcess
 from workers.inference.loading import Loaded
 from workers.inference.protocol import AnswerOrder, LoadOrder, Reported
 from workers.inference.sampling import SamplingDefaults
-from workers.training.tiny_gpt2 import ensure_tiny_gpt2, make_tokenizer
+from workers.training.models.tiny_gpt2 import ensure_tiny_gpt2, make_tokenizer
 
 CUDA = torch.device("cuda")
 SIZES: dict[str, Any] = {

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from workers.training.varlen_attention import within_samples
+from workers.training.kernels.varlen_attention import within_samples
 
 CUDA = torch.device("cuda")
 ROOT = Path(__file__).parents[2]
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 def test_the_fused_cross_entropy_is_that_in_fp64(
     rows: int, vocabulary: int, scale: float, smoothing: float, weighted: bool
 ) -> None:
-    from workers.training.fused_cross_entropy import cross_entropy
+    from workers.training.kernels.fused_cross_entropy import cross_entropy
 
     logits = (torch.randn(rows, vocabulary, device=CUDA) * 5).bfloat16()
     targets = torch.randint(0, vocabulary, (rows,), device=CUDA)

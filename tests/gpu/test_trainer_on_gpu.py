@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
+from workers.training.gradients.gradient_sums import SeparateAccumulator, gradients_for
 
 from app.contract.plan import FixedSize, RankPlan, TokenBudget
 from tests.harness.gpu_results import keep
 from tests.harness.small_models import CONFIGS, make_model, make_window64
-from workers.training.batches import cut_window
-from workers.training.budget import Budget
-from workers.training.gradients import SeparateAccumulator, gradients_for
-from workers.training.loss import TokenLoss
-from workers.training.state import LearnedBudget
+from workers.training.checkpoints.state import LearnedBudget
+from workers.training.losses.loss import TokenLoss
+from workers.training.micro_batches.batches import cut_window
+from workers.training.micro_batches.budget import Budget
 from workers.training.window import Clipping, Window
 
 CUDA = torch.device("cuda")
@@ -94,7 +94,7 @@ def test_a_vocabulary_of_128k_takes_a_third_of_the_memory() -> None:
     model = AutoModelForCausalLM.from_config(config).cuda()
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     ids = torch.randint(0, config.vocab_size, (2, 4096))
-    from workers.training.batches import MicroBatch
+    from workers.training.micro_batches.batches import MicroBatch
 
     predicted = torch.cat([torch.arange(4095), 4096 + torch.arange(4095)])
     batch = MicroBatch(ids, predicted, ids.flatten()[predicted + 1], (4096, 4096)).to(CUDA)

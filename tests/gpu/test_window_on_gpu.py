@@ -8,7 +8,7 @@ from torch import Tensor
 
 from app.contract.plan import FixedSize, TokenBudget
 from tests.harness.small_models import CONFIGS, DISCONTINUOUS, Window64, loss_sum, make_model, make_window64
-from workers.training.batches import cut_window
+from workers.training.micro_batches.batches import cut_window
 from workers.training.window import Clipping, LossScale, Window
 
 TOLERANCE = {None: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-2}

@@ -13,8 +13,8 @@ from app.contract.spec import Spec
 from app.planning.architectures import from_config
 from tests.harness.runs import create_run
 from workers.run_directory import RunDirectory
-from workers.training.auto_class import auto_class
-from workers.training.tiny_gpt2 import make_tokenizer
+from workers.training.models.auto_class import auto_class
+from workers.training.models.tiny_gpt2 import make_tokenizer
 
 LAYERS = (
     "num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers",

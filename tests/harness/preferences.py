@@ -16,16 +16,16 @@ from app.contract.spec import ValidationSpec
 from tests.harness.runs import create_run, small_data
 from tests.harness.specs import make_spec
 from workers.run_directory import RunDirectory
-from workers.training import head as heads
-from workers.training.auto_class import auto_class
-from workers.training.batch_loader import lay_out
-from workers.training.batches import BatchLayout, Groups
-from workers.training.data import Samples, prepare
-from workers.training.loss import TokenLoss
-from workers.training.score_head import ends
-from workers.training.tiny_gpt2 import make_tokenizer
+from workers.training.data.batch_loader import lay_out
+from workers.training.data.preparation import Samples, prepare
+from workers.training.losses.loss import TokenLoss
+from workers.training.losses.window_scope import tokens_factor
+from workers.training.micro_batches.batches import BatchLayout, Groups
+from workers.training.models import head as heads
+from workers.training.models.auto_class import auto_class
+from workers.training.models.score_head import ends
+from workers.training.models.tiny_gpt2 import make_tokenizer
 from workers.training.window import Window
-from workers.training.window_scope import tokens_factor
 
 VOCABULARY = 300
 PREFERENCES: tuple[OtherObjectiveName, ...] = ("dpo", "orpo", "simpo", "kto", "reward")

@@ -8,22 +8,22 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor
+from workers.training.gradients.gradient_sums import gradients_for
+from workers.training.recovery.decision import Observed, Verdict, decide
 
 from app.contract.model_reference import LoraSpec
 from app.contract.plan import MicroBatchRule, TokenBudget
 from app.contract.spec import GradientCompression, ZeroStage
 from tests.harness.small_models import make_model, make_window64
-from workers.training.adapters import with_adapters
-from workers.training.batches import Groups, cut_window
-from workers.training.decision import Observed, Verdict, decide
 from workers.training.distributed.compression import Exact, In16Bits
 from workers.training.distributed.group import Group, ProcessGroup
 from workers.training.distributed.partition import partition
 from workers.training.distributed.sharding import ShardedParameters, ShardedSums, mesh_of, shard
-from workers.training.gradients import gradients_for
-from workers.training.load_balancing_loss import LoadBalancingLoss, load_balancing_loss_of
-from workers.training.loss import TokenLoss
-from workers.training.parameters import Parameters
+from workers.training.losses.load_balancing_loss import LoadBalancingLoss, load_balancing_loss_of
+from workers.training.losses.loss import TokenLoss
+from workers.training.micro_batches.batches import Groups, cut_window
+from workers.training.models.adapters import with_adapters
+from workers.training.models.parameters import Parameters
 from workers.training.window import Clipping, LossScale, Window
 
 _BY_TOKENS = TokenBudget(tokens=300)

@@ -16,8 +16,8 @@ from app.contract.plan import Plan, TokenBudget
 from app.contract.spec import DataSpec, Spec, Strategy, ZeroStage
 from tests.harness.specs import cpu_plan, make_spec
 from workers.run_directory import RunDirectory
-from workers.training.fork_server import ForkedTrainer, ForkServer
-from workers.training.preloading import command
+from workers.training.processes.fork_server import ForkedTrainer, ForkServer
+from workers.training.processes.preloading import command
 
 LOGGED = (
     "step",

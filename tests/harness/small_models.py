@@ -15,8 +15,8 @@ from transformers import (
     OPTConfig,
 )
 
-from workers.training.batches import BatchLayout, MicroBatch, Row, collate
-from workers.training.loss import TokenLoss
+from workers.training.losses.loss import TokenLoss
+from workers.training.micro_batches.batches import BatchLayout, MicroBatch, Row, collate
 
 VOCABULARY = 61
 CONFIGS: dict[str, Callable[[], Any]] = {

@@ -7,7 +7,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import PreTrainedTokenizerFast
 
 from app.contract.data_formats import parse_line
-from workers.training.encoding import ExampleEncoder
+from workers.training.data.encoding import ExampleEncoder
 
 TEXTS = [" hello world the answer is 4 \n", " 4 5 6", "le caf\u00e9 \u2603"] * 5
 ROLES = ["<|user|>", "<|assistant|>"]

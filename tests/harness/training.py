@@ -16,7 +16,7 @@ from workers.reporter import Reporter
 from workers.run_directory import RunDirectory
 from workers.training import fit as training
 from workers.training.exceptions import Interrupted
-from workers.training.loss import Forward
+from workers.training.losses.loss import Forward
 from workers.training.replica import Replica
 
 

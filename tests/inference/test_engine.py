@@ -28,8 +28,8 @@ from workers.inference.loading import Loaded, load
 from workers.inference.prompts import PromptReader
 from workers.inference.protocol import AnswerOrder, Reported
 from workers.inference.sampling import SamplingDefaults
-from workers.training.adapters import with_adapters
-from workers.training.tiny_gpt2 import make_tokenizer
+from workers.training.models.adapters import with_adapters
+from workers.training.models.tiny_gpt2 import make_tokenizer
 
 CPU = torch.device("cpu")
 TOKENIZER = make_tokenizer()

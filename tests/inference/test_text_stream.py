@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.harness.tokenizers import made
 from workers.inference.text_stream import TextStream
-from workers.training.tiny_gpt2 import make_tokenizer
+from workers.training.models.tiny_gpt2 import make_tokenizer
 
 BYTES = make_tokenizer()
 LEGACY = made("legacy")

@@ -10,7 +10,7 @@ from app.errors import Unprocessable
 from app.models import base_models
 from app.settings import Settings
 from tests.harness.hub import COMMIT, OLDER_COMMIT, Hub, running_hub, use
-from workers.training.tiny_gpt2 import ensure_tiny_gpt2
+from workers.training.models.tiny_gpt2 import ensure_tiny_gpt2
 
 
 @pytest.fixture

@@ -97,7 +97,8 @@ def test_a_wheel_brings_one_package_and_its_command(installed: Path) -> None:
 def test_trainers_of_an_installed_wheel_are_copies_of_a_process(installed: Path, tmp_path: Path) -> None:
     """`preload` finds the modules under their names in a wheel."""
     code = (
-        "import sys; from accrue.workers.training.preloading import preload; preload(); print(*sys.modules)"
+        "import sys\nfrom accrue.workers.training.processes.preloading import preload\n"
+        "preload()\nprint(*sys.modules)"
     )
     env = {**os.environ, "PYTHONPATH": str(installed)}
     done = subprocess.run([sys.executable, "-c", code], env=env, cwd=tmp_path, capture_output=True, text=True)

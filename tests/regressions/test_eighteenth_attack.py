@@ -19,9 +19,9 @@ from app.storage.database import Database
 from app.storage.tables import Job
 from tests.harness.specs import make_spec
 from tests.harness.submissions import started_from, succeeded
+from workers.training.checks.loss_checks import final_failures
 from workers.training.distributed.group import ALONE
 from workers.training.exceptions import CannotTrain
-from workers.training.loss_checks import final_failures
 
 ROOT = "/gradient-accumulation"
 

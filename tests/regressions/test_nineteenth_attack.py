@@ -1,5 +1,5 @@
 """Regression tests for the nineteenth attack. Those about tokenizers that mark the beginning of a text are in
-tests/training/test_piece_boundaries.py."""
+tests/training/data/test_piece_boundaries.py."""
 
 import json
 import os
@@ -17,11 +17,12 @@ from tests.harness.runs import create_run, small_data, with_ranks
 from tests.harness.specs import make_schedule, make_spec
 from tests.harness.training import events_of_kind, finished, run_to_end
 from workers.trainer_process import failure_of
-from workers.training import checkpoint, fit
-from workers.training.data import held_out
-from workers.training.evaluation import Evaluated
+from workers.training import fit
+from workers.training.checkpoints import checkpoint
+from workers.training.data.preparation import held_out
 from workers.training.exceptions import CannotTrain
-from workers.training.load_balancing_loss import load_balancing_loss_of
+from workers.training.losses.load_balancing_loss import load_balancing_loss_of
+from workers.training.reporting.evaluation import Evaluated
 from workers.training.schedule import rate_factor
 from workers.training.training_run import TrainingRun
 

@@ -28,7 +28,7 @@ from tests.harness.specs import make_spec
 from tests.harness.submissions import submitted
 from tests.harness.training import run_to_end, scale_losses
 from workers.training.exceptions import CannotTrain
-from workers.training.tiny_gpt2 import ensure_tiny_gpt2
+from workers.training.models.tiny_gpt2 import ensure_tiny_gpt2
 
 FILES = "/v1/files"
 

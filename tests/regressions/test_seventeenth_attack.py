@@ -13,7 +13,7 @@ from tests.harness.specs import make_spec
 from tests.harness.training import run_to_end
 from workers.run_directory import RunDirectory
 from workers.training.exceptions import CannotTrain
-from workers.training.tiny_gpt2 import make_tokenizer
+from workers.training.models.tiny_gpt2 import make_tokenizer
 
 SPEC = make_spec(data=small_data(), max_steps=2, certificate=True, effective_batch_size=8)
 

@@ -301,7 +301,7 @@ def test_the_tar_size_is_predicted_for_any_file_names(tmp_path: Path) -> None:
 MANY = """
 import os, sys, time
 from pathlib import Path
-from workers.training.process_tree import run_sandboxed
+from workers.training.processes.process_tree import run_sandboxed
 
 def work(apart):
     for _ in range(200):
@@ -358,7 +358,9 @@ def alive(pid: int) -> bool:
 @pytest.mark.parametrize("status", [147, 148, 250, 255])
 def test_exit_statuses_above_128_do_not_stop_the_process(tmp_path: Path, status: int) -> None:
     work = f"run_sandboxed(lambda apart: {status}, isolated=True)"
-    script = f"import sys; from workers.training.process_tree import run_sandboxed; sys.exit({work})"
+    script = (
+        f"import sys; from workers.training.processes.process_tree import run_sandboxed; sys.exit({work})"
+    )
     began = time.monotonic()
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, timeout=60)
     assert done.returncode == status

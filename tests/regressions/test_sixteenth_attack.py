@@ -30,8 +30,8 @@ from tests.harness.training import interrupted_at, run_to_end, weights
 from workers.run_directory import RunDirectory
 from workers.slots import Slots
 from workers.supervisor import Supervisor
-from workers.training.base_model import stage_base_model
 from workers.training.exceptions import CannotTrain
+from workers.training.models.base_model import stage_base_model
 from workers.training.start import _check_token_ids
 from workers.training.trainer import _crash
 
@@ -233,7 +233,7 @@ def test_a_token_without_an_embedding_is_named(tmp_path: Path) -> None:
     run_to_end(run)
     from transformers import AutoModelForCausalLM
 
-    from workers.training.data import Samples
+    from workers.training.data.preparation import Samples
 
     model = AutoModelForCausalLM.from_pretrained(run.model)
     samples = Samples(run.data)

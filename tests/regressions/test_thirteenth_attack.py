@@ -50,12 +50,12 @@ from tests.harness.specs import cpu_plan, make_spec
 from tests.harness.submissions import submitted
 from workers.reporter import Reporter
 from workers.run_directory import RunDirectory
-from workers.training import certificate
-from workers.training.batches import Groups
-from workers.training.budget import Budget
+from workers.training.checkpoints.state import LearnedBudget
+from workers.training.checks import certificate
 from workers.training.distributed import group, independent
 from workers.training.exceptions import LostRank
-from workers.training.state import LearnedBudget
+from workers.training.micro_batches.batches import Groups
+from workers.training.micro_batches.budget import Budget
 
 POST = b"POST / HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n"
 

@@ -9,11 +9,11 @@ from tests.harness.runs import create_run, with_ranks
 from tests.harness.specs import cpu_plan, make_spec
 from workers.reporter import SilentReporter
 from workers.run_directory import RANKS_MUST_RESTART, RunDirectory
-from workers.training.budget import WINDOWS_BEFORE_GROWTH, Budget
+from workers.training.checkpoints.state import LearnedBudget, RunState
 from workers.training.distributed import rank_launcher
 from workers.training.distributed.group import ALONE
+from workers.training.micro_batches.budget import WINDOWS_BEFORE_GROWTH, Budget
 from workers.training.start import apply_learned
-from workers.training.state import LearnedBudget, RunState
 
 FITS = 128
 """The most tokens that a rank of the simulation has memory for."""

@@ -22,13 +22,13 @@ from tests.harness.runs import create_run, small_data
 from tests.harness.specs import make_optimizer, make_schedule, make_spec
 from tests.harness.tokenizers import made, tokens_of
 from tests.harness.training import events_of_kind, run_to_end, weights
-from workers.training.adapters import with_adapters
-from workers.training.base_model import load_tokenizer
-from workers.training.batches import Buckets, cut_window
-from workers.training.encoding import ExampleEncoder
+from workers.training.data.encoding import ExampleEncoder
 from workers.training.exceptions import CannotTrain
-from workers.training.model_files import stage, weight_files
-from workers.training.tiny_gpt2 import ensure_tiny_gpt2, make_tokenizer
+from workers.training.micro_batches.batches import Buckets, cut_window
+from workers.training.models.adapters import with_adapters
+from workers.training.models.base_model import load_tokenizer
+from workers.training.models.model_files import stage, weight_files
+from workers.training.models.tiny_gpt2 import ensure_tiny_gpt2, make_tokenizer
 
 pytestmark = pytest.mark.sqlite
 

@@ -36,17 +36,17 @@ from tests.harness.submissions import started_from, succeeded
 from tests.harness.tokenizers import made, tokens_of
 from tests.harness.training import events_of_kind, run_to_end
 from workers.run_directory import RunDirectory
-from workers.training import head as heads
-from workers.training import packing_check
-from workers.training.batches import BatchLayout, collate
-from workers.training.certificate import _few
-from workers.training.encoding import ExampleEncoder
+from workers.training.checks import packing_check
+from workers.training.checks.certificate import _few
+from workers.training.checks.packing_check import _with_other_tokens, fill_row
+from workers.training.data.encoding import ExampleEncoder
 from workers.training.exceptions import CannotTrain
-from workers.training.loss import TokenLoss
-from workers.training.model import TOLERANCE, prepare_for_training
+from workers.training.losses.loss import TokenLoss
+from workers.training.micro_batches.batches import BatchLayout, collate
+from workers.training.models import head as heads
+from workers.training.models.model import TOLERANCE, prepare_for_training
+from workers.training.models.tiny_gpt2 import make_tokenizer
 from workers.training.optimizer import make_optimizer as build_optimizer
-from workers.training.packing_check import _with_other_tokens, fill_row
-from workers.training.tiny_gpt2 import make_tokenizer
 
 
 def _write(folder: Path, texts: list[str]) -> None:

@@ -24,7 +24,7 @@ from workers.inference import engine_folders
 from workers.inference.engine_process import EngineProcess
 from workers.inference.protocol import AnswerOrder
 from workers.trainer_process import secret_files
-from workers.training.filesystem_view import unlinked
+from workers.training.processes.filesystem_view import unlinked
 
 ROOT = Path(__file__).parents[2]
 
@@ -97,8 +97,8 @@ def test_adapters_are_copied_from_no_link_and_to_no_link(tmp_path: Path) -> None
 WRITES = """
 import sys
 from pathlib import Path
-from workers.training.filesystem_view import restrict_view
-from workers.training.process_tree import run_sandboxed
+from workers.training.processes.filesystem_view import restrict_view
+from workers.training.processes.process_tree import run_sandboxed
 
 def write(apart):
     hidden, staged, adapters = map(Path, sys.argv[1:])

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from workers.training.gradients.gradient_sums import SeparateAccumulator
 
 from app.contract.plan import FixedSize
 from tests.harness.peers import Sample, Stream, run_trainer, sample_of
@@ -21,10 +22,9 @@ from tests.harness.small_models import VOCABULARY, make_model
 from tests.harness.specs import make_optimizer, make_schedule, make_spec
 from tests.harness.table import compared
 from tests.harness.training import interrupted_at, run_to_end, scale_losses
-from workers.training.batches import BatchLayout, MicroBatch, Row, collate
-from workers.training.gradients import SeparateAccumulator
-from workers.training.load_balancing_loss import load_balancing_loss_of
-from workers.training.loss import TokenLoss
+from workers.training.losses.load_balancing_loss import load_balancing_loss_of
+from workers.training.losses.loss import TokenLoss
+from workers.training.micro_batches.batches import BatchLayout, MicroBatch, Row, collate
 from workers.training.window import Clipping, LossScale, Window
 
 K, ROWS = 4, 4
@@ -228,7 +228,7 @@ def test_a_sample_with_non_finite_loss(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def marker() -> int:
-    from workers.training.tiny_gpt2 import make_tokenizer
+    from workers.training.models.tiny_gpt2 import make_tokenizer
 
     return int(make_tokenizer()("Q").input_ids[0])
 

@@ -14,9 +14,9 @@ import torch
 
 from app.contract.objective import OtherObjectiveName
 from tests.harness.preferences import gradients_of, objective_spec, preference_samples
-from workers.training.auto_class import auto_class
-from workers.training.data import Samples
-from workers.training.tiny_gpt2 import make_model, make_tokenizer
+from workers.training.data.preparation import Samples
+from workers.training.models.auto_class import auto_class
+from workers.training.models.tiny_gpt2 import make_model, make_tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of TRL
 

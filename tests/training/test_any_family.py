@@ -23,7 +23,7 @@ from tests.harness.runs import small_data
 from tests.harness.specs import make_spec
 from tests.harness.training import events_of_kind, raw_log, run_to_end
 from workers.training.exceptions import CannotTrain
-from workers.training.tiny_gpt2 import make_tokenizer
+from workers.training.models.tiny_gpt2 import make_tokenizer
 
 SPEC = make_spec(data=small_data(), max_steps=2, certificate=True, effective_batch_size=8)
 

@@ -10,10 +10,10 @@ from tests.harness.runs import create_run, events_of, small_data, write_chats
 from tests.harness.specs import make_optimizer, make_spec
 from tests.harness.training import run_to_end
 from workers.run_directory import RunDirectory
-from workers.training.batch_loader import lay_out
-from workers.training.batches import BatchLayout
-from workers.training.data import Samples
-from workers.training.loss import TokenLoss
+from workers.training.data.batch_loader import lay_out
+from workers.training.data.preparation import Samples
+from workers.training.losses.loss import TokenLoss
+from workers.training.micro_batches.batches import BatchLayout
 
 
 @pytest.fixture(scope="module")

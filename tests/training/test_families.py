@@ -13,7 +13,7 @@ from tests.harness.runs import create_run, log_of, small_data
 from tests.harness.specs import make_spec
 from tests.harness.training import events_of_kind, raw_log, run_to_end
 from workers.run_directory import RunDirectory
-from workers.training.tiny_gpt2 import make_tokenizer
+from workers.training.models.tiny_gpt2 import make_tokenizer
 
 SMALL = {
     "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 260,
@@ -106,7 +106,7 @@ def test_activations_are_recomputed_while_nothing_is_random(tmp_path: Path) -> N
     """OPT has dropout in the very layers that are recomputed: it must be off, and each forward run twice."""
     import torch
 
-    from workers.training.model import recompute_activations, without_randomness
+    from workers.training.models.model import recompute_activations, without_randomness
 
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(CONFIGS["opt"]).train()
@@ -146,7 +146,7 @@ def test_rounding_effects_are_distinguished_from_mixed_samples(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever the processor: with no tolerance at all in fp32, fp64 decides, and the job goes on."""
-    from workers.training import model as models
+    from workers.training.models import model as models
 
     monkeypatch.setitem(models.TOLERANCE, "fp32", -1.0)
     spec = make_spec(data=small_data(), max_steps=2, certificate=True)

@@ -15,11 +15,12 @@ from tests.harness.runs import create_run, log_of, small_data, write_texts
 from tests.harness.small_models import make_model, make_window64
 from tests.harness.specs import make_optimizer, make_spec
 from tests.harness.training import events_of_kind, interrupted_at, raw_log, run_to_end, scale_losses, weights
-from workers.training import batch_loader, memory
-from workers.training import model as models
-from workers.training.checkpoint import best, newest_first
+from workers.training.checkpoints.checkpoint import best, newest_first
+from workers.training.data import batch_loader
+from workers.training.devices import memory
 from workers.training.exceptions import CannotTrain
-from workers.training.loss import TokenLoss
+from workers.training.losses.loss import TokenLoss
+from workers.training.models import model as models
 
 OPTIMIZERS = ("adamw", "lion", "lamb", "lars", "sgd", "adafactor")
 

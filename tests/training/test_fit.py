@@ -15,13 +15,13 @@ from tests.harness.runs import create_run, events_of, log_of, small_data, until,
 from tests.harness.specs import make_schedule, make_spec
 from tests.harness.training import events_of_kind, interrupted_at, raw_log, run_to_end, scale_losses, weights
 from workers.run_directory import RunDirectory
-from workers.training import model as models
-from workers.training.batches import epoch_order
-from workers.training.checkpoint import newest_first
+from workers.training.checkpoints.checkpoint import newest_first
+from workers.training.devices.stopwatch import Stopwatch
 from workers.training.exceptions import CannotTrain, Interrupted
-from workers.training.model import recompute_activations
-from workers.training.stopwatch import Stopwatch
-from workers.training.tiny_gpt2 import make_tokenizer
+from workers.training.micro_batches.batches import epoch_order
+from workers.training.models import model as models
+from workers.training.models.model import recompute_activations
+from workers.training.models.tiny_gpt2 import make_tokenizer
 
 
 def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
@@ -133,7 +133,7 @@ def test_a_resume_with_a_different_cut_neither_skips_nor_repeats_samples(tmp_pat
 def test_dropout_is_the_same_after_a_resume(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    from workers.training.tiny_gpt2 import ensure_tiny_gpt2
+    from workers.training.models.tiny_gpt2 import ensure_tiny_gpt2
 
     ensure_tiny_gpt2(tmp_path / "tiny-gpt2")
     config = json.loads((tmp_path / "tiny-gpt2" / "config.json").read_text())

@@ -20,8 +20,8 @@ from workers.reporter import Reporter
 from workers.run_directory import RunDirectory
 from workers.training import accumulate
 from workers.training.replica import Replica
+from workers.training.reporting.trackers import Trackers
 from workers.training.start import start
-from workers.training.trackers import Trackers
 
 ROOT = Path(__file__).parents[2]
 READS = {

@@ -10,7 +10,7 @@ from tests.benchmarks.accuracy import FAMILIES
 from tests.harness.small_models import VOCABULARY, make_model
 from workers.profiling.depth import Depth
 from workers.profiling.simulate import Simulation
-from workers.training.head import head_of
+from workers.training.models.head import head_of
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,10 @@ from app.contract.spec import OptimizerName
 from app.planning.architectures import named
 from app.planning.memory import step_memory
 from tests.harness.specs import make_optimizer as make_optimizer_spec
-from workers.training import checkpoint
+from workers.training.checkpoints import checkpoint
+from workers.training.checkpoints.state import Progress, RunState
+from workers.training.models.parameters import Parameters
 from workers.training.optimizer import OnHost, make_optimizer, set_rate
-from workers.training.parameters import Parameters
-from workers.training.state import Progress, RunState
 
 CPU = torch.device("cpu")
 NAMES = [name for name in get_args(OptimizerName) if name != "adamw_8bit"]

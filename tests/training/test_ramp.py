@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from app.contract.reports import NoiseScale
 from app.contract.spec import RampSpec, Spec
 from tests.harness.specs import make_spec
+from workers.training.checkpoints.state import Position, Progress, Ramp, RunState
 from workers.training.ramp import LOOK_BACK, batch_now, steps_total, update
-from workers.training.state import Position, Progress, Ramp, RunState
 
 
 def ramped(name: str, **changes: Any) -> Spec:

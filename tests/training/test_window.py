@@ -11,9 +11,9 @@ from torch import Tensor
 
 from app.contract.plan import FixedCount, FixedSize, TokenBudget
 from tests.harness.small_models import PLAIN, Window64, loss_sum, make_model, promised
-from workers.training.batches import cut_window
-from workers.training.loss import TokenLoss
-from workers.training.stopwatch import Stopwatch
+from workers.training.devices.stopwatch import Stopwatch
+from workers.training.losses.loss import TokenLoss
+from workers.training.micro_batches.batches import cut_window
 from workers.training.window import Clipping, LossScale, Window, at_safe_loss_scale
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}

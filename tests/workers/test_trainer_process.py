@@ -10,7 +10,7 @@ from app.errors import BadSetting
 from app.planning.devices import Device
 from tests.harness.runs import create_run, until
 from workers.trainer_process import TrainerProcess, check_network_isolation
-from workers.training.fork_server import ForkServer
+from workers.training.processes.fork_server import ForkServer
 
 CPU = Device("cpu", "CPU", 2**30, "cpu")
 

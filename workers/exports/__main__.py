@@ -34,7 +34,7 @@ from workers.exports.protocol import RESULT, ExportTask
 from workers.run_directory import TOKEN_VARIABLE
 from workers.stop_signals import StopSignals
 from workers.trainer_process import WITHOUT_NETWORK, device_environment, pipe_with
-from workers.training.lifeline import end_with_supervisor
+from workers.training.processes.lifeline import end_with_supervisor
 
 log = structlog.get_logger("accrue.export")
 

@@ -18,11 +18,11 @@ from workers.exports.protocol import RESULT, ExportTask
 from workers.exports.refusal import NotExported
 from workers.inference.loading import NOT_LOADED
 from workers.training.exceptions import CannotTrain
-from workers.training.fetching import fetch, fetch_in_child
-from workers.training.filesystem_view import show_model
-from workers.training.lifeline import die_with_parent
-from workers.training.limits import limit
-from workers.training.process_tree import run_sandboxed
+from workers.training.models.fetching import fetch, fetch_in_child
+from workers.training.processes.filesystem_view import show_model
+from workers.training.processes.lifeline import die_with_parent
+from workers.training.processes.limits import limit
+from workers.training.processes.process_tree import run_sandboxed
 
 _KILL_FIRST = "700"
 """For /proc/self/oom_score_adj: if memory runs out, this process ends before trainers and engines do."""

@@ -15,12 +15,12 @@ from workers.exports.gguf import convert
 from workers.exports.protocol import ExportTask
 from workers.exports.refusal import NotExported
 from workers.exports.verify import Predictions
-from workers.training.auto_class import auto_class
-from workers.training.base_model import check_config, load_tokenizer, prepare_files, read_model
-from workers.training.model import save
-from workers.training.model_parts import padding_token
-from workers.training.score_head import ScoreHead, scores_sequences, set_padding_token
-from workers.training.trained_weights import Layer, check_layers, with_layers, with_saved_adapters
+from workers.training.models.auto_class import auto_class
+from workers.training.models.base_model import check_config, load_tokenizer, prepare_files, read_model
+from workers.training.models.model import save
+from workers.training.models.model_parts import padding_token
+from workers.training.models.score_head import ScoreHead, scores_sequences, set_padding_token
+from workers.training.models.trained_weights import Layer, check_layers, with_layers, with_saved_adapters
 
 _TYPES: dict[ExportType, torch.dtype] = {
     "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "q8_0": torch.float16,

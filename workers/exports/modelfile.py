@@ -12,7 +12,7 @@ from typing import Any
 
 from app.contract.data_formats import Chat, ChatPair
 from workers.exports.verify import Sample
-from workers.training.rendering import Conversation, NotRendered, Renderer
+from workers.training.data.rendering import Conversation, NotRendered, Renderer
 
 NAME = "Modelfile"
 _ENDS_TEXT = '"""'

@@ -18,11 +18,11 @@ from app.contract.export import (
     Verification,
 )
 from workers.exports.refusal import NotExported
-from workers.training.data import held_out, read_examples
-from workers.training.encoding import EncodedSequence, ExampleEncoder
+from workers.training.data.encoding import EncodedSequence, ExampleEncoder
+from workers.training.data.preparation import held_out, read_examples
 from workers.training.exceptions import CannotTrain
-from workers.training.loss import takes
-from workers.training.score_head import score_layer_of
+from workers.training.losses.loss import takes
+from workers.training.models.score_head import score_layer_of
 
 MOST_SAMPLES = 64
 MOST_TOKENS = 8192

@@ -17,7 +17,7 @@ from workers.inference.dispatcher import Dispatcher
 from workers.inference.placement import Placement
 from workers.slots import Slots, labels_of
 from workers.stop_signals import StopSignals
-from workers.training.lifeline import end_with_supervisor
+from workers.training.processes.lifeline import end_with_supervisor
 
 log = structlog.get_logger("accrue.inference")
 

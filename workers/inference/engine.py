@@ -23,8 +23,8 @@ from workers.inference.prompts import PromptReader
 from workers.inference.protocol import AnswerOrder, Reported
 from workers.inference.refusal import Refused, refused, unavailable
 from workers.inference.text_stream import TextStream
+from workers.training.devices.host_memory import available_on_host
 from workers.training.exceptions import CannotTrain
-from workers.training.host_memory import available_on_host
 
 Report = Callable[[Reported], None]
 

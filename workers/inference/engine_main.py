@@ -26,11 +26,11 @@ from workers.inference.loading import NOT_LOADED, load
 from workers.inference.protocol import LoadOrder, Reported
 from workers.inference.refusal import refused, unavailable
 from workers.training.exceptions import CannotTrain
-from workers.training.fetching import fetch, fetch_in_child
-from workers.training.filesystem_view import show_model
-from workers.training.lifeline import die_with_parent
-from workers.training.limits import limit
-from workers.training.process_tree import run_sandboxed
+from workers.training.models.fetching import fetch, fetch_in_child
+from workers.training.processes.filesystem_view import show_model
+from workers.training.processes.lifeline import die_with_parent
+from workers.training.processes.limits import limit
+from workers.training.processes.process_tree import run_sandboxed
 
 _SOCKET = 0
 """Standard input. The sandbox's processes keep no other descriptor that could be used for it."""

@@ -13,9 +13,9 @@ from transformers import GenerationConfig
 
 from app.contract.model_reference import ModelLayer, ModelReference
 from workers.inference.sampling import SamplingDefaults
-from workers.training.base_model import check_config, load_tokenizer, prepare_files, read_model
 from workers.training.exceptions import CannotTrain
-from workers.training.trained_weights import (
+from workers.training.models.base_model import check_config, load_tokenizer, prepare_files, read_model
+from workers.training.models.trained_weights import (
     Layer,
     check_alike,
     check_layers,

@@ -14,7 +14,7 @@ from app.planning.devices import Device
 from app.settings import Settings
 from workers.device_locks import DeviceLocks
 from workers.slots import Slots
-from workers.training.host_memory import available_on_host
+from workers.training.devices.host_memory import available_on_host
 
 _LOOKING_SECONDS = 0.03
 """The longest that a worker usually takes to look for jobs; all answers wait meanwhile."""

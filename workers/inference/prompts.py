@@ -4,9 +4,9 @@ from typing import Any
 
 from app.contract.inference import InferenceOrder
 from workers.inference.refusal import refused
-from workers.training.encoding import tokens_before
-from workers.training.limits import limited_memory
-from workers.training.rendering import Conversation, NotRendered, Renderer
+from workers.training.data.encoding import tokens_before
+from workers.training.data.rendering import Conversation, NotRendered, Renderer
+from workers.training.processes.limits import limited_memory
 
 _TOKENIZER_BYTES = 2 * 2**30
 _TOKENIZER_BYTES_PER_CHARACTER = 4096

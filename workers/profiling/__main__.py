@@ -21,8 +21,8 @@ from workers.profiling.parallel_forks import run_in_forks
 from workers.profiling.profile import make_profile
 from workers.profiling.profile import profiles as simulated
 from workers.stop_signals import StopSignals
-from workers.training.lifeline import end_with_supervisor
-from workers.training.limits import limited_memory
+from workers.training.processes.lifeline import end_with_supervisor
+from workers.training.processes.limits import limited_memory
 
 log = structlog.get_logger("accrue.profiler")
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from workers.profiling.depth import Depth
 from workers.profiling.recorder import Recorder
-from workers.training.model_parts import language_model_of
+from workers.training.models.model_parts import language_model_of
 
 
 def weights_by_group(model: Any, depth: Depth) -> Iterator[tuple[Tensor, int | None]]:

@@ -7,7 +7,7 @@ import signal
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from workers.training.lifeline import die_with_parent
+from workers.training.processes.lifeline import die_with_parent
 
 T = TypeVar("T")
 

@@ -28,14 +28,14 @@ from app.storage.disk import remove_tree
 from workers.children import children_of, wait_until_gone
 from workers.run_directory import SECRET_FILES_VARIABLE
 from workers.trainer_process import is_passed_on, secret_files
-from workers.training.base_model import load_tokenizer, prepare_files
+from workers.training.data.preview import preview
 from workers.training.exceptions import CannotTrain
-from workers.training.fetching import fetch, fetch_in_child
-from workers.training.filesystem_view import drop_capabilities, model_folder, restrict_view
-from workers.training.lifeline import die_with_parent
-from workers.training.limits import limit_memory
-from workers.training.preview import preview
-from workers.training.process_tree import run_sandboxed
+from workers.training.models.base_model import load_tokenizer, prepare_files
+from workers.training.models.fetching import fetch, fetch_in_child
+from workers.training.processes.filesystem_view import drop_capabilities, model_folder, restrict_view
+from workers.training.processes.lifeline import die_with_parent
+from workers.training.processes.limits import limit_memory
+from workers.training.processes.process_tree import run_sandboxed
 
 log = structlog.get_logger("accrue.profiler")
 

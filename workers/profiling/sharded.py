@@ -13,7 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from app.contract.spec import ZeroStage
 from workers.training.distributed.group import Group
 from workers.training.distributed.sharding import ShardedParameters, ShardedSums, shard
-from workers.training.loss import TokenLoss
+from workers.training.losses.loss import TokenLoss
 
 
 class _First(Group):

@@ -24,19 +24,19 @@ from workers.profiling.on_cuda import OnCuda
 from workers.profiling.recorder import Recorder
 from workers.profiling.tape import Tape
 from workers.profiling.unroll import REPEATED, unroll
-from workers.training import model as models
-from workers.training.attention import heads_repeated
-from workers.training.auto_class import auto_class
-from workers.training.batches import MicroBatch
-from workers.training.direct_sums import DirectSums
-from workers.training.gradients import Gradients, gradients_for
-from workers.training.head import Head, head_of
-from workers.training.load_balancing_loss import LoadBalancingLoss, load_balancing_loss_of
-from workers.training.loss import Forward, TokenLoss
-from workers.training.loss_checks import reports_routing
+from workers.training.checks.loss_checks import reports_routing
+from workers.training.gradients.direct_sums import DirectSums
+from workers.training.gradients.gradient_sums import Gradients, gradients_for
+from workers.training.kernels.attention import heads_repeated
+from workers.training.losses.load_balancing_loss import LoadBalancingLoss, load_balancing_loss_of
+from workers.training.losses.loss import Forward, TokenLoss
+from workers.training.micro_batches.batches import MicroBatch
+from workers.training.models import model as models
+from workers.training.models.auto_class import auto_class
+from workers.training.models.head import Head, head_of
+from workers.training.models.score_head import score_layer_of
 from workers.training.optimizer import make_optimizer
 from workers.training.replica import add
-from workers.training.score_head import score_layer_of
 from workers.training.window import Clipping, LossScale, Window
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from workers.run_directory import RunDirectory
-from workers.training.preloading import ignore_signals
+from workers.training.processes.preloading import ignore_signals
 from workers.training.trainer import train
 
 if __name__ == "__main__":

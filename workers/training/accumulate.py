@@ -15,22 +15,23 @@ from torch.profiler import record_function
 from app.contract.fail_points import fail_point
 from app.contract.plan import FixedCount, MicroBatchRule
 from app.contract.reports import LearnedLimits
-from workers.training import device_errors, guards, memory
-from workers.training import model as models
-from workers.training.batch_loader import Indices
-from workers.training.batches import Groups, needs_parting, tokens_of, without_first
-from workers.training.decision import Observed, Verdict, decide
+from workers.training.data.batch_loader import Indices
+from workers.training.devices import device_errors, memory
+from workers.training.devices.stopwatch import Lap
 from workers.training.distributed.partition import partition, partition_by_length
 from workers.training.distributed.rank_timeout import Cost
 from workers.training.distributed.shares import WindowWork
 from workers.training.exceptions import CannotTrain, InterruptionRequested, OtherRankFailed, RanksMustRestart
-from workers.training.noise_scale import Measurement
-from workers.training.objectives import MEASURED
+from workers.training.gradients.noise_scale import Measurement
+from workers.training.losses.objectives import MEASURED
+from workers.training.losses.window_scope import observe_window
+from workers.training.micro_batches.batches import Groups, needs_parting, tokens_of, without_first
+from workers.training.models import model as models
 from workers.training.passes import filler, passes_of_rank
-from workers.training.stopwatch import Lap
+from workers.training.recovery import guards
+from workers.training.recovery.decision import Observed, Verdict, decide
 from workers.training.training_run import TrainingRun
 from workers.training.window import WindowResult
-from workers.training.window_scope import observe_window
 
 
 @dataclass(frozen=True)

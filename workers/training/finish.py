@@ -2,9 +2,13 @@
 
 from app.contract.fail_points import fail_point
 from app.contract.reports import NoiseScale, Outcome, Rewards, Tuning
-from workers.training import base_model, checkpoint, completions, guards, noise_scale
-from workers.training import model as models
-from workers.training.parameters import Parameters
+from workers.training.checkpoints import checkpoint
+from workers.training.gradients import noise_scale
+from workers.training.models import base_model
+from workers.training.models import model as models
+from workers.training.models.parameters import Parameters
+from workers.training.recovery import guards
+from workers.training.reporting import completions
 from workers.training.start import whole_model
 from workers.training.training_run import TrainingRun
 

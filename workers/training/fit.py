@@ -9,39 +9,32 @@ from app.contract.reports import Outcome, RankShares, Rewards
 from app.contract.spec import MAX_EVALUATIONS
 from workers.reporter import Reporter
 from workers.run_directory import RunDirectory
-from workers.training import (
-    certificate,
-    checkpoint,
-    completions,
-    cooling,
-    device_errors,
-    evaluation,
-    first_steps_tuning,
-    guards,
-    memory,
-    noise_scale,
-    ramp,
-    torch_profile,
-    trials,
-)
+from workers.training import ramp
 from workers.training.accumulate import TrainedWindow, train_window
-from workers.training.batch_loader import Indices
-from workers.training.batches import tokens_of
-from workers.training.budget import WINDOWS_BEFORE_GROWTH
-from workers.training.checkpoint_writer import Written
+from workers.training.checkpoints import checkpoint
+from workers.training.checkpoints.checkpoint_writer import Written
+from workers.training.checkpoints.state import Losses, RankTotals
+from workers.training.checks import certificate
+from workers.training.checks.loss_checks import final_failures
+from workers.training.data.batch_loader import Indices
+from workers.training.devices import cooling, device_errors, memory
 from workers.training.distributed.group import ALONE, Group
-from workers.training.evaluation import Evaluated, evaluated
 from workers.training.exceptions import Interrupted, InterruptionRequested
 from workers.training.finish import finish, outcome
-from workers.training.kernels import kernels_until_the_end
-from workers.training.loss_checks import final_failures
+from workers.training.gradients import noise_scale
+from workers.training.kernels.selection import kernels_until_the_end
+from workers.training.micro_batches import first_steps_tuning, trials
+from workers.training.micro_batches.batches import tokens_of
+from workers.training.micro_batches.budget import WINDOWS_BEFORE_GROWTH
 from workers.training.optimizer import set_rate
-from workers.training.report import log_line, report_start, rewards_of
+from workers.training.recovery import guards
+from workers.training.recovery.skip import skip
+from workers.training.reporting import completions, evaluation, torch_profile
+from workers.training.reporting.evaluation import Evaluated, evaluated
+from workers.training.reporting.report import log_line, report_start, rewards_of
+from workers.training.reporting.trackers import Trackers, named_by_trl
 from workers.training.schedule import rate_factor
-from workers.training.skip import skip
 from workers.training.start import start
-from workers.training.state import Losses, RankTotals
-from workers.training.trackers import Trackers, named_by_trl
 from workers.training.training_run import Interruption, TrainingRun
 
 EMA = 0.1

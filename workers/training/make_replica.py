@@ -3,18 +3,18 @@
 import torch
 
 from app.contract.assignment import Assignment
-from workers.training import memory
-from workers.training import model as models
-from workers.training.direct_sums import DirectSums, on_cpu
+from workers.training.checkpoints.state import RunState
+from workers.training.devices import memory
+from workers.training.devices.stopwatch import Stopwatch
 from workers.training.distributed.compression import Exact, In16Bits
 from workers.training.distributed.group import Group, ProcessGroup
-from workers.training.gradients import Gradients, gradients_for
-from workers.training.load_balancing_loss import LoadBalancingLoss
-from workers.training.loss import TokenLoss
-from workers.training.parameters import Parameters
+from workers.training.gradients.direct_sums import DirectSums, on_cpu
+from workers.training.gradients.gradient_sums import Gradients, gradients_for
+from workers.training.losses.load_balancing_loss import LoadBalancingLoss
+from workers.training.losses.loss import TokenLoss
+from workers.training.models import model as models
+from workers.training.models.parameters import Parameters
 from workers.training.replica import Replica
-from workers.training.state import RunState
-from workers.training.stopwatch import Stopwatch
 from workers.training.window import Clipping, LossScale, Window
 
 FIRST_FP16_SCALE = 65536.0

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from app.contract.spec import OptimizerSpec
 from workers.training.exceptions import CannotTrain
-from workers.training.parameters import Parameters
+from workers.training.models.parameters import Parameters
 
 
 def make_optimizer(

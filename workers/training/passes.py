@@ -6,10 +6,10 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from workers.training.batch_loader import Indices
-from workers.training.batches import Groups, MicroBatch
+from workers.training.data.batch_loader import Indices
 from workers.training.distributed.group import Group
 from workers.training.exceptions import InterruptionRequested, OtherRankFailed
+from workers.training.micro_batches.batches import Groups, MicroBatch
 from workers.training.training_run import TrainingRun
 
 

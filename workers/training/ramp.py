@@ -5,7 +5,7 @@ from statistics import pvariance
 
 from app.contract.reports import NoiseScale
 from app.contract.spec import Spec
-from workers.training.state import RunState
+from workers.training.checkpoints.state import RunState
 
 LOOK_BACK = 10
 """Windows over which the variance of the losses is taken."""

@@ -8,18 +8,18 @@ import torch
 from torch.profiler import record_function
 
 from app.contract.spec import RunPrecision
-from workers.training import memory
-from workers.training import model as models
-from workers.training.batches import MicroBatch
+from workers.training.devices import memory
+from workers.training.devices.stopwatch import Stopwatch
 from workers.training.distributed.compression import In16Bits
-from workers.training.load_balancing_loss import LoadBalancingLoss
-from workers.training.loss import Forward, TokenLoss
-from workers.training.parameters import Parameters
-from workers.training.stopwatch import Stopwatch
+from workers.training.losses.load_balancing_loss import LoadBalancingLoss
+from workers.training.losses.loss import Forward, TokenLoss
+from workers.training.micro_batches.batches import MicroBatch
+from workers.training.models import model as models
+from workers.training.models.parameters import Parameters
 from workers.training.window import LossScale, Window
 
 if TYPE_CHECKING:
-    from workers.training.kernels import Kernels
+    from workers.training.kernels.selection import Kernels
 
 
 @dataclass

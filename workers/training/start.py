@@ -14,41 +14,44 @@ from app.contract.plan import FixedCount, Plan, RankPlan, TokenBudget
 from app.contract.reports import LearnedLimits
 from workers.reporter import Reporter
 from workers.run_directory import RunDirectory
-from workers.training import base_model, checkpoint, first_steps_tuning, guards
-from workers.training import model as models
-from workers.training.batch_loader import Loader
-from workers.training.batches import BatchLayout, Buckets
-from workers.training.budget import Budget
-from workers.training.checkpoint_writer import CheckpointWriter
-from workers.training.cpu_products import choose_products
-from workers.training.data import Prepared, Samples, held_out, of_shard, prepare
-from workers.training.device import device_of
-from workers.training.distributed.group import ALONE, Group
-from workers.training.distributed.shares import Shares
-from workers.training.exceptions import CannotTrain, Interrupted
-from workers.training.head_check import check_head, check_scores
-from workers.training.kernels import choose_kernels
-from workers.training.lean_layers import choose_lean_layers
-from workers.training.load_balancing_loss import LoadBalancingLoss, load_balancing_loss_of
-from workers.training.loss import TokenLoss
-from workers.training.loss_checks import (
+from workers.training.checkpoints import checkpoint
+from workers.training.checkpoints.checkpoint_writer import CheckpointWriter
+from workers.training.checkpoints.state import Fallbacks, LearnedBudget, RunState
+from workers.training.checks.head_check import check_head, check_scores
+from workers.training.checks.loss_checks import (
     check_causality,
     check_routing,
     check_that_it_runs,
     final_failures,
 )
+from workers.training.checks.packing_check import check_packing, most_samples
+from workers.training.data.batch_loader import Loader
+from workers.training.data.preparation import Prepared, Samples, held_out, of_shard, prepare
+from workers.training.devices.device import device_of
+from workers.training.distributed.group import ALONE, Group
+from workers.training.distributed.shares import Shares
+from workers.training.exceptions import CannotTrain, Interrupted
+from workers.training.kernels.cpu_products import choose_products
+from workers.training.kernels.lean_layers import choose_lean_layers
+from workers.training.kernels.selection import choose_kernels
+from workers.training.kernels.unpadded import choose_layout
+from workers.training.losses.load_balancing_loss import LoadBalancingLoss, load_balancing_loss_of
+from workers.training.losses.loss import TokenLoss
+from workers.training.losses.reference import key_of, reference_of
 from workers.training.make_replica import make_replica, place_parameters
-from workers.training.model_parts import embeddings_of, longrope_short_length, padding_token
+from workers.training.micro_batches import first_steps_tuning
+from workers.training.micro_batches.batches import BatchLayout, Buckets
+from workers.training.micro_batches.budget import Budget
+from workers.training.micro_batches.trials import make_tuner
+from workers.training.models import base_model
+from workers.training.models import model as models
+from workers.training.models.model_parts import embeddings_of, longrope_short_length, padding_token
+from workers.training.models.parameters import Parameters
 from workers.training.optimizer import make_optimizer
-from workers.training.packing_check import check_packing, most_samples
-from workers.training.parameters import Parameters
-from workers.training.reference import key_of, reference_of
+from workers.training.recovery import guards
 from workers.training.replica import Replica
-from workers.training.state import Fallbacks, LearnedBudget, RunState
-from workers.training.trackers import Trackers
+from workers.training.reporting.trackers import Trackers
 from workers.training.training_run import Interruption, TrainingRun
-from workers.training.trials import make_tuner
-from workers.training.unpadded import choose_layout
 
 
 def start(

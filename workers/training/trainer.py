@@ -33,12 +33,12 @@ from workers.training.distributed.rank_launcher import (
     launch,
 )
 from workers.training.exceptions import CannotTrain, Interrupted, LostRank, RanksMustRestart
-from workers.training.fetching import fetch, fetch_in_child, first_lines, is_transient
-from workers.training.filesystem_view import drop_capabilities, isolate
-from workers.training.lifeline import die_with_parent, end_with_supervisor, inherited
-from workers.training.limits import limit
-from workers.training.preloading import preload
-from workers.training.process_tree import run_sandboxed
+from workers.training.models.fetching import fetch, fetch_in_child, first_lines, is_transient
+from workers.training.processes.filesystem_view import drop_capabilities, isolate
+from workers.training.processes.lifeline import die_with_parent, end_with_supervisor, inherited
+from workers.training.processes.limits import limit
+from workers.training.processes.preloading import preload
+from workers.training.processes.process_tree import run_sandboxed
 
 log = logging.getLogger("accrue.trainer")
 
@@ -163,7 +163,7 @@ def _sandbox_again() -> None:
 
 
 def _combine(reporter: Reporter, run: RunDirectory, interrupted: InterruptSignal) -> None:
-    from workers.training.combine import combine
+    from workers.training.distributed.combine import combine
 
     run.write_outcome(combine(run, reporter, interrupted))
 

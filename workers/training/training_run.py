@@ -13,17 +13,17 @@ from app.contract.plan import MicroBatchRule
 from workers.reporter import Reporter
 from workers.run_directory import RunDirectory
 from workers.training import ramp
-from workers.training.batch_loader import Indices, Loader
-from workers.training.budget import Budget
-from workers.training.checkpoint_writer import CheckpointWriter
-from workers.training.completions import Spent
+from workers.training.checkpoints.checkpoint_writer import CheckpointWriter
+from workers.training.checkpoints.state import RunState
+from workers.training.data.batch_loader import Indices, Loader
 from workers.training.distributed.group import Group
 from workers.training.distributed.shares import Shares
 from workers.training.exceptions import InterruptionRequested
+from workers.training.micro_batches.budget import Budget
+from workers.training.micro_batches.trial_policy import Tuner
 from workers.training.replica import Replica
-from workers.training.state import RunState
-from workers.training.trackers import Trackers
-from workers.training.trial_policy import Tuner
+from workers.training.reporting.completions import Spent
+from workers.training.reporting.trackers import Trackers
 
 Interruption = Callable[[], bool]
 """Whether an interruption was requested."""

@@ -27,11 +27,11 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from workers.training import memory
-from workers.training.decision import Observed, Totals, Verdict, decide
+from workers.training.devices import memory
+from workers.training.devices.stopwatch import Stopwatch
 from workers.training.distributed.group import ALONE, Group
-from workers.training.gradients import Gradients, InPlace
-from workers.training.stopwatch import Stopwatch
+from workers.training.gradients.gradient_sums import Gradients, InPlace
+from workers.training.recovery.decision import Observed, Totals, Verdict, decide
 
 
 @dataclass(frozen=True)

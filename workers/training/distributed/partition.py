@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from workers.training.batches import BudgetCosts, Lengths, costs_of_longest
+from workers.training.micro_batches.batches import BudgetCosts, Lengths, costs_of_longest
 
 _PRECISION = 0.004
 """The time of a window is found to this relative precision, unless single samples are coarser."""

@@ -28,7 +28,7 @@ from workers.run_directory import (
     RANKS_MUST_RESTART,
     RunDirectory,
 )
-from workers.training.preloading import become_trainer, forking
+from workers.training.processes.preloading import become_trainer, forking
 
 log = logging.getLogger("accrue.trainer")
 

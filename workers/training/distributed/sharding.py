@@ -26,8 +26,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from app.contract.spec import ZeroStage
 from workers.training.distributed.group import Group, ProcessGroup
-from workers.training.loss import TokenLoss
-from workers.training.parameters import Parameters
+from workers.training.losses.loss import TokenLoss
+from workers.training.models.parameters import Parameters
 
 
 def mesh_of(group: ProcessGroup, device: torch.device) -> DeviceMesh:

@@ -8,7 +8,7 @@ measurements. Each change is recorded, so that an attempt that repeats windows d
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from workers.training.state import LearnedShares
+from workers.training.checkpoints.state import LearnedShares
 
 LONGEST_PERIOD = 32
 """Each period is twice as long as the one before, up to this number of windows."""

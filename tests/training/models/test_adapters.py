@@ -1,0 +1,110 @@
+"""Which weights have adapters by default, in families whose layers are not all plain linear ones."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from app.contract.model_reference import LoraSpec
+from app.contract.spec import MethodSpec
+from app.planning.architectures import from_config
+from app.planning.memory import lora_parameters
+from tests.harness.any_family import lay_any, make_any, small_config
+from tests.harness.runs import small_data
+from tests.harness.specs import make_spec
+from tests.harness.training import events_of_kind, run_to_end
+from workers.training.models.adapters import default_targets, with_adapters
+
+LORA = LoraSpec(r=4, alpha=8, dropout=0.0, target_modules=None, merge=False)
+pytestmark = pytest.mark.filterwarnings("ignore")  # of the models' own code
+
+
+def adapted(family: str, lora: LoraSpec = LORA) -> set[str]:
+    """The last two parts of the names of everything that has adapters."""
+    names = [name for name, _ in with_adapters(make_any(small_config(family)), lora, 0).named_parameters()]
+    modules = {name.split(".lora_A")[0].replace(".base_layer", "") for name in names if ".lora_A" in name}
+    return {".".join(name.split(".")[-2:]) for name in modules}
+
+
+@pytest.mark.parametrize(
+    ("family", "some"),
+    [
+        ("gpt2", {"attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"}),
+        ("mixtral", {"mlp.experts", "self_attn.q_proj"}),
+        ("gpt_oss", {"mlp.experts", "self_attn.o_proj"}),
+        ("qwen2_moe", {"mlp.experts", "shared_expert.gate_proj", "shared_expert.down_proj"}),
+        ("deepseek_v3", {"mlp.experts", "shared_experts.up_proj", "self_attn.kv_b_proj"}),
+        ("jetmoe", {"mlp.input_linear", "mlp.output_linear"}),
+        ("llama4_text", {"feed_forward.experts", "shared_expert.down_proj"}),
+        ("mamba2", {"mixer.in_proj"}),
+        ("falcon_h1", {"mamba.in_proj", "self_attn.q_proj", "feed_forward.down_proj"}),
+    ],
+)
+def test_linear_layers_and_experts_have_adapters(family: str, some: set[str]) -> None:
+    names = adapted(family)
+    assert some <= names
+    assert not any("router" in name or name.endswith(("lm_head", ".gate", "dt_proj")) for name in names)
+
+
+def test_layers_whose_weights_go_into_a_kernel_have_no_adapters() -> None:
+    assert not any("out_proj" in name for name in adapted("mamba2"))
+
+
+def test_towers_have_no_adapters() -> None:
+    model = with_adapters(make_any(small_config("gemma3")), LORA, 0)
+    names = [name for name, _ in model.named_parameters() if ".lora_" in name]
+    assert names
+    assert all("language_model" in name for name in names)
+
+
+def test_dropout_leaves_the_experts_out_with_a_warning(tmp_path: Path) -> None:
+    lora = LORA.model_copy(update={"dropout": 0.1})
+    assert "mlp.experts" not in adapted("gpt_oss", lora)
+    spec = make_spec(data=small_data(), max_steps=3, method=MethodSpec(name="lora", lora=lora))
+    run = lay_any(tmp_path / "run", "gpt_oss", spec)
+    run_to_end(run)
+    assert any("experts are not adapted" in event["message"] for event in events_of_kind(run, "changed"))
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral", "gpt_oss", "olmoe"])
+def test_the_estimate_of_the_adapters_is_their_number(family: str) -> None:
+    config = small_config(family)
+    architecture = from_config(config.to_dict())
+    assert architecture is not None
+    model = with_adapters(make_any(config), LORA, 0)
+    trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
+    assert lora_parameters(architecture, LORA) == trained
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("merge", [False, True])
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "deepseek_v3", "falcon_h1", "phimoe", "jetmoe"])
+def test_adapters_are_certified_trained_and_loaded_again(tmp_path: Path, family: str, merge: bool) -> None:
+    lora = LORA.model_copy(update={"merge": merge})
+    spec = make_spec(
+        data=small_data(), max_steps=3, certificate=True, effective_batch_size=8,
+        method=MethodSpec(name="lora", lora=lora),
+    )  # fmt: skip
+    run = lay_any(tmp_path / "run", family, spec)
+    outcome = run_to_end(run)
+    assert outcome.equivalence_error is not None
+    assert outcome.equivalence_error <= 1e-5
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
+    if merge:
+        trained = AutoModelForCausalLM.from_pretrained(run.model)
+    else:
+        trained = PeftModel.from_pretrained(copy.deepcopy(base), run.model)
+    ids = torch.randint(3, 250, (1, 16), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        before = base(input_ids=ids, use_cache=False).logits
+        change = trained.eval()(input_ids=ids, use_cache=False).logits - before
+    assert change.abs().max() > 1e-4
+
+
+def test_suffixes_are_short_and_match_nothing_else() -> None:
+    targets = default_targets(make_any(small_config("llama")))
+    assert targets.modules == ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+    assert targets.weights == []

@@ -1,0 +1,61 @@
+"""What an evaluation computes from a micro-batch, and what follows from a validation loss."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from app.contract.spec import EarlyStopping
+from tests.harness.small_models import make_model, make_window64
+from workers.training.checkpoints.state import RunState
+from workers.training.losses.loss import TokenLoss
+from workers.training.reporting.evaluation import Evaluated, record
+
+
+def noted(losses: list[float], patience: EarlyStopping | None) -> tuple[RunState, list[bool]]:
+    state, better = RunState(), []
+    for step, loss in enumerate(losses, start=1):
+        state.progress.step = step
+        better.append(record(state, Evaluated(loss, 0.5), patience))
+    return state, better
+
+
+def test_the_lowest_loss_counts_as_best_even_if_the_gain_is_tiny() -> None:
+    state, better = noted([5.4705, 5.3285], EarlyStopping(patience=5, min_delta=0.5))
+    assert better == [True, True]
+    assert (state.evaluations.best_step, state.evaluations.best_loss) == (2, 5.3285)
+    assert state.evaluations.without_gain == 1
+
+
+def test_small_gains_that_add_up_reset_patience() -> None:
+    state, _ = noted([5.0, 4.7, 4.4, 4.1], EarlyStopping(patience=3, min_delta=0.5))
+    assert not state.progress.stopped_early
+    assert state.evaluations.best_step == 4
+
+
+def test_training_stops_after_patience_evaluations_without_gain() -> None:
+    state, _ = noted([5.0, 4.9, 4.8, 4.7], EarlyStopping(patience=3, min_delta=0.5))
+    assert state.progress.stopped_early
+    assert state.evaluations.best_step == 4
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("chunked", [False, True])
+def test_an_evaluation_counts_the_targets_that_are_most_likely(
+    family: str, weighted: bool, chunked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workers.training.models.head.rows_of_chunk", lambda *_: 7)
+    model = make_model(family, torch.float64).eval()
+    loss = TokenLoss(model, smoothing=0.3, chunked=chunked)
+    batch = make_window64().batch([3, 8, 21])
+    weights = torch.linspace(0.0, 2.0, len(batch.targets)) if weighted else None
+    batch = replace(batch, weights=weights)
+    with torch.no_grad():
+        logits = model(input_ids=batch.input_ids).logits.flatten(0, 1)[batch.target_positions]
+        found = loss(batch, evaluates=True)
+    each = torch.nn.functional.cross_entropy(logits, batch.targets, reduction="none")
+    right = (logits.argmax(-1) == batch.targets).double()
+    counts = 1.0 if weights is None else weights
+    assert float(found.loss_sum) == pytest.approx(float((each * counts).sum()), rel=1e-9)
+    assert float(found.correct) == pytest.approx(float((right * counts).sum()), rel=1e-9)

@@ -1,0 +1,141 @@
+"""Makes a job's result from its independent replicas: the average of their weights, or the best of them."""
+
+from math import inf
+from pathlib import Path
+
+import torch
+
+from app.contract.reports import Outcome, ReplicaOutcome
+from workers.reporter import Reporter, SilentReporter
+from workers.run_directory import RunDirectory
+from workers.training.checkpoints import checkpoint
+from workers.training.distributed.independent import replicas_of
+from workers.training.exceptions import CannotTrain, Interrupted, InterruptionRequested
+from workers.training.models import base_model
+from workers.training.models import model as models
+from workers.training.models.parameters import Parameters
+from workers.training.reporting.evaluation import Evaluated, evaluated
+from workers.training.reporting.report import rewards_of
+from workers.training.reporting.trackers import Trackers
+from workers.training.start import start
+from workers.training.training_run import Interruption, TrainingRun
+
+
+def combine(run: RunDirectory, reporter: Reporter, interrupted: Interruption) -> Outcome:
+    """Saves the job's model, and returns how the job ended.
+
+    With `average`, the model has the mean of the replicas' weights, and is evaluated like each of them. The
+    mean is taken of what was trained: of LoRA's matrices, not of their product. Otherwise, it is the model of
+    the replica with the lowest validation loss, or without validation data, the lowest training loss.
+
+    Raises:
+        CannotTrain: all checkpoints of a replica are damaged.
+        Interrupted: an interruption was requested.
+    """
+    assignment = run.assignment()
+    replicas = replicas_of(run, assignment)
+    outcomes = [_outcome(own) for own in replicas]
+    best = min(range(len(outcomes)), key=lambda number: _order(outcomes[number]))
+    own = replicas[best].assignment()
+    with Trackers((), own, run.path) as trackers:
+        training, _ = start(replicas[best], own, SilentReporter(own.attempt), trackers, interrupted)
+    if assignment.spec.average:
+        _average(training, [_weights(each) for each in replicas])
+    else:
+        checkpoint.load_weights(_weights(replicas[best]), training.replica.parameters)
+    found: Evaluated | None = None
+    if training.loader.validation is not None:
+        try:
+            found = evaluated(training)
+        except InterruptionRequested:
+            raise Interrupted from None
+    loss = None if found is None else found.loss
+    rewards = None if found is None else rewards_of(training, found.measured)
+    _report(reporter, outcomes, best, loss, average=assignment.spec.average)
+    tokenizer = base_model.load_tokenizer(training.base)
+    spec = assignment.spec
+    below = spec.model.below_adapters()
+    files = models.save(training.replica.model, tokenizer, run.model, spec.method, *below)
+    training.loader.close()
+    return Outcome(
+        files=files,
+        steps=max(each.steps for each in outcomes),
+        first_loss=None if spec.average else outcomes[best].first_loss,
+        final_loss=None if spec.average else outcomes[best].final_loss,
+        trained_tokens=sum(each.trained_tokens for each in outcomes),
+        effective_batch_size=spec.effective_batch_size,
+        eval_loss=loss,
+        eval_token_accuracy=None if found is None or rewards is not None else found.correct,
+        eval_exact_match=None if found is None or rewards is not None else found.exact,
+        eval_rewards=rewards,
+        best_step=None if spec.average else outcomes[best].best_step,
+        equivalence_error=max((each.equivalence_error or 0.0 for each in outcomes), default=None),
+        replicas=tuple(
+            ReplicaOutcome(
+                replica=number,
+                steps=each.steps,
+                final_loss=each.final_loss,
+                eval_loss=each.eval_loss,
+                trained_tokens=each.trained_tokens,
+                files=each.files,
+            )
+            for number, each in enumerate(outcomes)
+        ),
+    )
+
+
+def _outcome(run: RunDirectory) -> Outcome:
+    found = run.outcome()
+    assert found is not None, "replicas are combined once all have ended"
+    return found
+
+
+def _order(outcome: Outcome) -> tuple[float, float]:
+    losses = outcome.eval_loss, outcome.final_loss
+    first, second = (inf if loss is None else loss for loss in losses)
+    return first, second
+
+
+def _weights(run: RunDirectory) -> Path:
+    """The checkpoint with a replica's final weights."""
+    chosen = checkpoint.best(run.checkpoints) if run.assignment().spec.early_stopping else None
+    if chosen is None:
+        chosen = checkpoint.newest_whole(run.checkpoints)
+    if chosen is None:
+        message = f"{run.path.name} has no undamaged checkpoint: check the disk, and submit the job again"
+        raise CannotTrain("checkpoints_damaged", message)
+    return chosen
+
+
+def _average(training: TrainingRun, checkpoints: list[Path]) -> None:
+    """Gives a model the mean of several checkpoints' weights."""
+    parameters: Parameters = training.replica.parameters
+    sums = {
+        name: torch.zeros_like(own, dtype=torch.promote_types(own.dtype, torch.float32))
+        for name, own in parameters.trained.items()
+    }
+    for path in checkpoints:
+        checkpoint.load_weights(path, parameters)
+        for name, own in parameters.trained.items():
+            sums[name] += own.detach()
+    with torch.no_grad():
+        for name, own in parameters.trained.items():
+            own.copy_(sums[name] / len(checkpoints))
+
+
+def _report(
+    reporter: Reporter, outcomes: list[Outcome], best: int, loss: float | None, *, average: bool
+) -> None:
+    losses = ", ".join(
+        f"replica {number} {_loss(each.eval_loss if each.eval_loss is not None else each.final_loss)}"
+        for number, each in enumerate(outcomes)
+    )
+    what = "validation" if outcomes[best].eval_loss is not None else "last training"
+    own = "the average of the replicas' weights" if average else f"that of replica {best}"
+    reached = f", with a validation loss of {_loss(loss)}" if average and loss is not None else ""
+    message = f"The replicas' {what} losses: {losses}. The job's model is {own}{reached}."
+    reporter.event("combined", message, replica=None if average else best, loss=loss)
+
+
+def _loss(loss: float | None) -> str:
+    return "–" if loss is None else f"{loss:.4f}"

@@ -1,0 +1,1 @@
+"""Kernels that are faster than the model's own, attention, and rows without padding."""

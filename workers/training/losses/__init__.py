@@ -1,0 +1,1 @@
+"""The losses: of tokens, of samples, and what they need to know of a whole window."""

@@ -1,0 +1,1 @@
+"""Models: their files, adapters, heads and parameters, and how they are loaded and saved."""
