@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from workers.training.gradients.gradient_sums import gradients_for
 
 from app.contract.memory_profile import Recipe
 from app.contract.model_reference import LoraSpec
@@ -23,12 +22,14 @@ from app.planning.estimate import ByProfile
 from tests.gpu.checks import Check, Place, at_least, at_most, processes
 from tests.harness.specs import make_spec
 from workers.training.devices.memory import begin_steps
+from workers.training.gradients.gradient_sums import gradients_for
 from workers.training.kernels import attention as kernels_of_attention
 from workers.training.kernels.selection import installed_kernels
 from workers.training.losses.loss import TokenLoss
 from workers.training.micro_batches.batches import MicroBatch
-from workers.training.models import model as models
 from workers.training.models.head import backbone_of
+from workers.training.models.precision import autocast
+from workers.training.models.trainable import prepare_for_training
 from workers.training.window import Clipping, Window
 
 LORA = LoraSpec(r=16, alpha=32, dropout=0.0, target_modules=None, merge=False)
@@ -332,7 +333,7 @@ class Step:
     ) -> None:
         kernels_of_attention.choose_kernels(recipe.precision, deterministic=False)
         dtype = torch.bfloat16 if recipe.precision == "pure_bf16" else torch.float32
-        self.model = models.prepare_for_training(
+        self.model = prepare_for_training(
             _model(config, dtype, place), lora=recipe.lora, seed=0,
             gradient_checkpointing=recipe.gradient_checkpointing, freeze=(), precision=recipe.precision,
         )  # fmt: skip
@@ -365,13 +366,13 @@ class Step:
 
     def whole_pass(self) -> None:
         """Forward and backward of a micro-batch; nothing is applied."""
-        with models.autocast(self._precision, self._place.kind):
+        with autocast(self._precision, self._place.kind):
             summed = self._loss(self._batch).loss_sum
         summed.backward()
 
     def pass_without_loss(self) -> None:
         """Forward and backward of all layers before the output head."""
-        with models.autocast(self._precision, self._place.kind):
+        with autocast(self._precision, self._place.kind):
             output = backbone_of(self.model)(input_ids=self._batch.input_ids, use_cache=False)
             summed = output.last_hidden_state.sum()
         summed.backward()
@@ -380,7 +381,7 @@ class Step:
         """One optimizer step."""
         self._window.open(float(len(self._batch.targets) * micro_batches))
         for _ in range(micro_batches):
-            with models.autocast(self._precision, self._place.kind):
+            with autocast(self._precision, self._place.kind):
                 summed = self._loss(self._batch).loss_sum
             self._window.add(summed)
         assert self._window.close().applied

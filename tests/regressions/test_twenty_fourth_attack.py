@@ -44,8 +44,9 @@ from workers.training.exceptions import CannotTrain
 from workers.training.losses.loss import TokenLoss
 from workers.training.micro_batches.batches import BatchLayout, collate
 from workers.training.models import head as heads
-from workers.training.models.model import TOLERANCE, prepare_for_training
+from workers.training.models.precision import TOLERANCE
 from workers.training.models.tiny_gpt2 import make_tokenizer
+from workers.training.models.trainable import prepare_for_training
 from workers.training.optimizer import make_optimizer as build_optimizer
 
 

@@ -15,19 +15,19 @@ import torch
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from workers.training.gradients.direct_sums import Products
-from workers.training.gradients.gradient_sums import InPlace, SeparateAccumulator
 
 from app.contract.model_reference import LoraSpec
 from app.contract.plan import FixedCount, FixedSize, MicroBatchRule, TokenBudget
 from tests.harness.small_models import CONFIGS, Window64, make_model, promised
+from workers.training.gradients.direct_sums import Products
+from workers.training.gradients.gradient_sums import InPlace, SeparateAccumulator
 from workers.training.losses.chunked_loss import ChunkedLoss
 from workers.training.losses.load_balancing_loss import load_balancing_loss_of
 from workers.training.losses.loss import TokenLoss
 from workers.training.micro_batches.batches import Groups, cut_window
 from workers.training.models import head as heads
 from workers.training.models.adapters import with_adapters
-from workers.training.models.model import recompute_activations
+from workers.training.models.trainable import recompute_activations
 from workers.training.window import Window
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}

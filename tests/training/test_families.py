@@ -106,7 +106,8 @@ def test_activations_are_recomputed_while_nothing_is_random(tmp_path: Path) -> N
     """OPT has dropout in the very layers that are recomputed: it must be off, and each forward run twice."""
     import torch
 
-    from workers.training.models.model import recompute_activations, without_randomness
+    from workers.training.models.dropout import without_randomness
+    from workers.training.models.trainable import recompute_activations
 
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(CONFIGS["opt"]).train()
@@ -146,9 +147,9 @@ def test_rounding_effects_are_distinguished_from_mixed_samples(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever the processor: with no tolerance at all in fp32, fp64 decides, and the job goes on."""
-    from workers.training.models import model as models
+    from workers.training.models.precision import TOLERANCE
 
-    monkeypatch.setitem(models.TOLERANCE, "fp32", -1.0)
+    monkeypatch.setitem(TOLERANCE, "fp32", -1.0)
     spec = make_spec(data=small_data(), max_steps=2, certificate=True)
     run = lay_family(tmp_path / "run", "opt", spec, rule=FixedSize(samples=4))
     run_to_end(run)

@@ -20,7 +20,7 @@ from workers.training.data import batch_loader
 from workers.training.devices import memory
 from workers.training.exceptions import CannotTrain
 from workers.training.losses.loss import TokenLoss
-from workers.training.models import model as models
+from workers.training.models.trainable import prepare_for_training
 
 OPTIMIZERS = ("adamw", "lion", "lamb", "lars", "sgd", "adafactor")
 
@@ -105,7 +105,7 @@ def test_frozen_layers_in_autocasts_precision_give_the_same_bits(family: str) ->
     data, adapters = make_window64(), LoraSpec(r=4, alpha=8, dropout=0.0, target_modules=None, merge=False)
     found = []
     for precision in ("bf16", "fp32"):  # under fp32 nothing is narrowed
-        model = models.prepare_for_training(
+        model = prepare_for_training(
             make_model(family),
             lora=adapters,
             seed=0,

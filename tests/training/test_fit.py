@@ -19,9 +19,8 @@ from workers.training.checkpoints.checkpoint import newest_first
 from workers.training.devices.stopwatch import Stopwatch
 from workers.training.exceptions import CannotTrain, Interrupted
 from workers.training.micro_batches.batches import epoch_order
-from workers.training.models import model as models
-from workers.training.models.model import recompute_activations
 from workers.training.models.tiny_gpt2 import make_tokenizer
+from workers.training.models.trainable import recompute_activations
 
 
 def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
@@ -258,7 +257,7 @@ def test_one_sample_that_does_not_fit_is_trained_with_gradient_checkpointing(
         recompute_activations(model)
 
     scale_losses(monkeypatch, failing)
-    monkeypatch.setattr(models, "recompute_activations", switched_on)
+    monkeypatch.setattr("workers.training.accumulate.recompute_activations", switched_on)
     run = create_run(tmp_path / "run", spec, rule=FixedSize(samples=1))
     run_to_end(run)
     for a, b in zip(log_of(plain), log_of(run), strict=True):
@@ -389,7 +388,7 @@ def test_a_model_without_gradient_checkpointing_runs_out_of_memory_and_says_so(
         raise torch.OutOfMemoryError("injected")
 
     scale_losses(monkeypatch, failing)
-    monkeypatch.setattr(models, "recompute_activations", unsupported)
+    monkeypatch.setattr("workers.training.accumulate.recompute_activations", unsupported)
     run = create_run(tmp_path / "run", make_spec(data=small_data(), max_steps=3), rule=FixedSize(samples=1))
     with pytest.raises(CannotTrain, match="the model does not support gradient checkpointing") as error:
         run_to_end(run)

@@ -17,8 +17,8 @@ from workers.exports.refusal import NotExported
 from workers.exports.verify import Predictions
 from workers.training.models.auto_class import auto_class
 from workers.training.models.base_model import check_config, load_tokenizer, prepare_files, read_model
-from workers.training.models.model import save
 from workers.training.models.model_parts import padding_token
+from workers.training.models.saving import save
 from workers.training.models.score_head import ScoreHead, scores_sequences, set_padding_token
 from workers.training.models.trained_weights import Layer, check_layers, with_layers, with_saved_adapters
 

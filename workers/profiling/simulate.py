@@ -31,10 +31,11 @@ from workers.training.kernels.attention import heads_repeated
 from workers.training.losses.load_balancing_loss import LoadBalancingLoss, load_balancing_loss_of
 from workers.training.losses.loss import Forward, TokenLoss
 from workers.training.micro_batches.batches import MicroBatch
-from workers.training.models import model as models
 from workers.training.models.auto_class import auto_class
 from workers.training.models.head import Head, head_of
+from workers.training.models.precision import autocast
 from workers.training.models.score_head import score_layer_of
+from workers.training.models.trainable import prepare_for_training
 from workers.training.optimizer import make_optimizer
 from workers.training.replica import add
 from workers.training.window import Clipping, LossScale, Window
@@ -164,8 +165,8 @@ class Simulation:
         return OnCuda() if self.recipe.device == "cuda" else contextlib.nullcontext()
 
     def _reports_routing(self) -> bool:
-        autocast = models.autocast(self.recipe.precision, "cpu")
-        with self._mode, _quiet(), _as_if_real(), self._on_target(), self._recorder(), autocast:
+        in_precision = autocast(self.recipe.precision, "cpu")
+        with self._mode, _quiet(), _as_if_real(), self._on_target(), self._recorder(), in_precision:
             return reports_routing(self._token_loss, _batch(1, 4, packed=False, routed=True))
 
     def _are_chunks_at_once(self) -> bool:
@@ -180,7 +181,7 @@ class Simulation:
                 requested.append(positions)
                 return super().starts(positions)
 
-        with self._mode, _quiet(), torch.no_grad(), models.autocast(self.recipe.precision, "cpu"):
+        with self._mode, _quiet(), torch.no_grad(), autocast(self.recipe.precision, "cpu"):
             dtype = torch.bfloat16 if self.recipe.precision == "pure_bf16" else torch.float32
             hidden = torch.zeros(3, head.weight.shape[1], dtype=dtype)
             batch = _batch(1, 4, packed=False, routed=False)
@@ -227,7 +228,7 @@ class Simulation:
             model = built.from_config(made, dtype=dtype, attn_implementation="eager")
         if self.recipe.quantised:
             quantised_sizes.to_compute_precision(layers_of(model))
-        return models.prepare_for_training(
+        return prepare_for_training(
             model,
             lora=self.recipe.lora,
             seed=0,
@@ -265,7 +266,7 @@ class Simulation:
         balance, loss = self._balance, self._token_loss
         if self._head is not None:
             loss.head = _FewChunks(**vars(self._head), requested=chunks)
-        step = _Step(window, gradients, balance, loss, lambda: models.autocast(recipe.precision, "cpu"))
+        step = _Step(window, gradients, balance, loss, lambda: autocast(recipe.precision, "cpu"))
         hooks = follow(recorder, model, self._depth, routed=balance is not None)
         try:
             with heads_repeated(recipe.device, recipe.precision, flash=recipe.flash_attention), recorder:

@@ -26,7 +26,7 @@ from workers.training.gradients.noise_scale import Measurement
 from workers.training.losses.objectives import MEASURED
 from workers.training.losses.window_scope import observe_window
 from workers.training.micro_batches.batches import Groups, needs_parting, tokens_of, without_first
-from workers.training.models import model as models
+from workers.training.models.trainable import recompute_activations
 from workers.training.passes import filler, passes_of_rank
 from workers.training.recovery import guards
 from workers.training.recovery.decision import Observed, Verdict, decide
@@ -340,7 +340,7 @@ def _recompute_activations(training: TrainingRun, samples: int, tokens: int) -> 
         CannotTrain: the model does not support it.
     """
     try:
-        models.recompute_activations(training.replica.model)
+        recompute_activations(training.replica.model)
     except CannotTrain:
         plan = training.assignment.plan
         raise device_errors.out_of_memory_error(plan, samples, tokens, recomputed=False) from None

@@ -5,8 +5,8 @@ from app.contract.reports import NoiseScale, Outcome, Rewards, Tuning
 from workers.training.checkpoints import checkpoint
 from workers.training.gradients import noise_scale
 from workers.training.models import base_model
-from workers.training.models import model as models
 from workers.training.models.parameters import Parameters
+from workers.training.models.saving import save
 from workers.training.recovery import guards
 from workers.training.reporting import completions
 from workers.training.start import whole_model
@@ -55,7 +55,7 @@ def finish(training: TrainingRun) -> Outcome:
         completions.after(training)
     fail_point("trainer.saving")
     tokenizer = base_model.load_tokenizer(training.base)  # loaded again, since using a tokenizer changes it
-    files = models.save(
+    files = save(
         model,
         tokenizer,
         training.run.model,

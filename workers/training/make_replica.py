@@ -12,8 +12,7 @@ from workers.training.gradients.direct_sums import DirectSums, on_cpu
 from workers.training.gradients.gradient_sums import Gradients, gradients_for
 from workers.training.losses.load_balancing_loss import LoadBalancingLoss
 from workers.training.losses.loss import TokenLoss
-from workers.training.models import model as models
-from workers.training.models.parameters import Parameters
+from workers.training.models.parameters import Parameters, parameters_by_layer
 from workers.training.replica import Replica
 from workers.training.window import Clipping, LossScale, Window
 
@@ -51,7 +50,7 @@ def make_replica(
     """
     spec, precision = assignment.spec, assignment.plan.precision
     scale = _loss_scale(state) if precision == "fp16" else None
-    layers = models.parameters_by_layer(token_loss.model) if spec.log_gradients else {}
+    layers = parameters_by_layer(token_loss.model) if spec.log_gradients else {}
     compression = In16Bits(group, spec.gradient_compression) if spec.gradient_compression else None
     direct = None
     if group.size == 1 and not spec.compile and on_cpu(parameters.trained.values()):

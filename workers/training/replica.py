@@ -14,8 +14,8 @@ from workers.training.distributed.compression import In16Bits
 from workers.training.losses.load_balancing_loss import LoadBalancingLoss
 from workers.training.losses.loss import Forward, TokenLoss
 from workers.training.micro_batches.batches import MicroBatch
-from workers.training.models import model as models
 from workers.training.models.parameters import Parameters
+from workers.training.models.precision import autocast
 from workers.training.window import LossScale, Window
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class Replica:
 
     def autocast(self) -> Any:
         """The context of a forward pass in the plan's precision."""
-        return models.autocast(self.precision, self.device.type)
+        return autocast(self.precision, self.device.type)
 
     def forward(self, batch: MicroBatch) -> Forward:
         """The summed loss of a micro-batch, in the plan's precision."""

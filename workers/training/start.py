@@ -44,9 +44,10 @@ from workers.training.micro_batches.batches import BatchLayout, Buckets
 from workers.training.micro_batches.budget import Budget
 from workers.training.micro_batches.trials import make_tuner
 from workers.training.models import base_model
-from workers.training.models import model as models
+from workers.training.models.dropout import turn_dropout_off
 from workers.training.models.model_parts import embeddings_of, longrope_short_length, padding_token
 from workers.training.models.parameters import Parameters
+from workers.training.models.trainable import recompute_activations
 from workers.training.optimizer import make_optimizer
 from workers.training.recovery import guards
 from workers.training.replica import Replica
@@ -141,7 +142,7 @@ def _load(
             base = base_model.stage_base_model(assignment, run)
     model, tokenizer, notes = base_model.load(assignment, base)
     objective = assignment.spec.objective
-    if objective is not None and objective.name != "classification" and models.turn_dropout_off(model):
+    if objective is not None and objective.name != "classification" and turn_dropout_off(model):
         notes = [
             *notes,
             f"dropout is turned off: {objective.name} compares sequences, which dropout would change",
@@ -193,7 +194,7 @@ def _replica(
     state.budgets += [LearnedBudget() for _ in plan.ranks[len(state.budgets) :]]
     apply_learned(run, plan, state, reporter, group)
     if state.fallbacks.checkpointing:
-        models.recompute_activations(model)
+        recompute_activations(model)
     return make_replica(assignment, device, token_loss, parameters, optimizer, balance, state, group), state
 
 

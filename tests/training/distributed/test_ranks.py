@@ -18,7 +18,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from workers.training.recovery.decision import Verdict
 
 from app.contract.plan import FixedCount, FixedSize, MicroBatchRule, TokenBudget
 from app.contract.spec import GradientCompression, Strategy, ZeroStage
@@ -37,6 +36,7 @@ from workers.training.exceptions import CannotTrain, InterruptionRequested, Othe
 from workers.training.micro_batches.batches import BudgetCosts, costs_of_longest, cut_window
 from workers.training.micro_batches.budget import Budget
 from workers.training.passes import failing_together
+from workers.training.recovery.decision import Verdict
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 
@@ -407,7 +407,7 @@ def test_two_ranks_without_memory_for_one_sample_recompute_activations_once(
 ) -> None:
     training = training_of([FixedSize(samples=1)] * 2, [10, 10])
     recomputed: list[object] = []
-    monkeypatch.setattr("workers.training.models.model.recompute_activations", recomputed.append)
+    monkeypatch.setattr("workers.training.accumulate.recompute_activations", recomputed.append)
     groups = divide(training, np.arange(2))
     reduce_memory(training, groups, (0, 1), np.array([10, 10]))
     assert len(recomputed) == 1

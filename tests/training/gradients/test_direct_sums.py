@@ -8,18 +8,18 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
-from workers.training.gradients import direct_sums
-from workers.training.gradients.direct_sums import DirectSums
-from workers.training.gradients.gradient_sums import InPlace
 
 from tests.harness.runs import create_run, small_data
 from tests.harness.small_models import CONFIGS
 from tests.harness.specs import make_spec
 from tests.harness.training import run_to_end
 from workers.training.exceptions import CannotTrain
+from workers.training.gradients import direct_sums
+from workers.training.gradients.direct_sums import DirectSums
+from workers.training.gradients.gradient_sums import InPlace
 from workers.training.losses.loss import TokenLoss
 from workers.training.micro_batches.batches import MicroBatch
-from workers.training.models import model as models
+from workers.training.models.trainable import recompute_activations
 from workers.training.window import Clipping, LossScale, Window
 
 
@@ -121,7 +121,7 @@ def test_windows_of_models_have_the_gradient_of_autograd(family: str, options: s
     model = model.float() if bf16 else model.double()
     model.train()
     if options == "checkpointing":
-        models.recompute_activations(model)
+        recompute_activations(model)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0

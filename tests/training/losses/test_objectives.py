@@ -41,7 +41,7 @@ from workers.training.data.preparation import Samples, prepare
 from workers.training.exceptions import CannotTrain
 from workers.training.losses.objectives import log1mexp
 from workers.training.micro_batches.batches import BatchLayout, Groups, cut_window
-from workers.training.models.model import _restore_dropout, turn_dropout_off
+from workers.training.models.dropout import restore_dropout, turn_dropout_off
 from workers.training.models.tiny_gpt2 import make_tokenizer
 from workers.training.replica import Replica
 
@@ -381,7 +381,7 @@ def test_dropout_that_a_layer_reads_from_the_configuration_is_turned_off(
     assert turn_dropout_off(model)
     assert torch.equal(logits(), logits())
     assert not turn_dropout_off(model)
-    _restore_dropout(model)
+    restore_dropout(model)
     assert {name: getattr(model.config, name) for name in changes} == changes
     assert "accrue" not in str(model.config.to_dict())
 

@@ -29,9 +29,10 @@ from workers.training.kernels.selection import own_kernels
 from workers.training.losses.loss import TokenLoss
 from workers.training.losses.window_scope import observe_window
 from workers.training.micro_batches.batches import Groups, cut_window
-from workers.training.models import model as models
+from workers.training.models.dropout import without_randomness
 from workers.training.models.model_parts import is_mixture_of_experts
 from workers.training.models.parameters import Parameters
+from workers.training.models.precision import TOLERANCE, copy_in_fp64
 from workers.training.passes import filler, passes_of_rank
 from workers.training.recovery.decision import Observed
 from workers.training.replica import Replica
@@ -125,7 +126,7 @@ def certify(training: TrainingRun) -> None:
         failed, error, compression_error = None, 0.0, None
         chosen.clear()
         try:
-            with models.without_randomness(replica.model):
+            with without_randomness(replica.model):
                 with _sent_exactly(replica):
                     error = gradient_error(replica.window, accumulate, plan, reference)
                 if replica.compression is not None:
@@ -221,7 +222,7 @@ def error_in_fp64(training: TrainingRun, window: Indices, model: Any) -> float |
     few = _few(window, samples, sum(each.numel() for each in model.parameters()))
     try:
         with own_kernels(replica.kernels):
-            model = models.copy_in_fp64(model)
+            model = copy_in_fp64(model)
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         loss = TokenLoss(model, smoothing=training.assignment.spec.label_smoothing)
         loss.head = loss.head if replica.token_loss.head is not None else None
@@ -254,7 +255,7 @@ def error_in_fp64(training: TrainingRun, window: Indices, model: Any) -> float |
             separate_above=training.loader.layout.separate_above,
         )
         one_by_one = [[each] for each in range(len(few))]
-        with own_kernels(replica.kernels), models.without_randomness(model):
+        with own_kernels(replica.kernels), without_randomness(model):
             found = gradient_error(twin.window, accumulate, together, one_by_one)
     except (RuntimeError, TypeError, MemoryError):  # no copy, no fp64 in some layer, or not enough memory
         return None
@@ -278,7 +279,7 @@ def _few(window: Indices, samples: Samples, parameters: int) -> Indices:
 
 def _report(training: TrainingRun, window: Indices, certified: Certificate, flips: int) -> None:
     """Records the certificate as an event; raises if it fails."""
-    error, tolerance = certified.gradient_error, models.TOLERANCE[training.assignment.plan.precision]
+    error, tolerance = certified.gradient_error, TOLERANCE[training.assignment.plan.precision]
     figures = {"tolerance": tolerance, "routing_flips": flips, **vars(certified)}
     if not np.isfinite(error):
         message = "This window's gradient is not finite: the gradient check is repeated in the next window."
@@ -353,7 +354,7 @@ def _hidden_error(training: TrainingRun, window: Indices) -> float | None:
     if precision == "fp32" or training.replica.is_sharded or not small:
         return None
     error = _leaders_error_in_fp64(training, window)
-    return error if error is not None and error > models.TOLERANCE["fp32"] else None
+    return error if error is not None and error > TOLERANCE["fp32"] else None
 
 
 def _leaders_error_in_fp64(training: TrainingRun, window: Indices) -> float | None:

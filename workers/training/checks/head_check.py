@@ -22,7 +22,8 @@ from workers.training.distributed.group import Group
 from workers.training.exceptions import CannotTrain
 from workers.training.losses.loss import TokenLoss
 from workers.training.micro_batches.batches import BatchLayout, MicroBatch, collate
-from workers.training.models import model as models
+from workers.training.models.dropout import without_randomness
+from workers.training.models.precision import AUTOCAST, has_low_precision_weights
 from workers.training.replica import Replica
 
 _CHECKED_TOKENS = 64
@@ -71,7 +72,7 @@ def check_scores(replica: Replica, loader: Loader) -> None:
     """
     batch = loader.fetch(typical_samples(loader)[:1])
     first = replace(batch, input_ids=batch.input_ids[:1, : batch.lengths[0]], position_ids=None)
-    with replica.autocast(), models.without_randomness(replica.model), torch.no_grad():
+    with replica.autocast(), without_randomness(replica.model), torch.no_grad():
         error = float(replica.token_loss(first, probe_head=True).loss_sum)
     if not error <= (_TOLERANCE_IN_16_BITS if _in_low_precision(replica) else _TOLERANCE_OF_SCORES):
         raise CannotTrain(
@@ -84,10 +85,10 @@ def check_scores(replica: Replica, loader: Loader) -> None:
 def _difference(replica: Replica, batch: MicroBatch) -> str | None:
     """How the head's logits differ from the model's own; None if they do not. Without autocast, unless the
     model's kernels need it, or ranks exchange parts of the model."""
-    with models.without_randomness(replica.model), torch.no_grad():
+    with without_randomness(replica.model), torch.no_grad():
         if not replica.is_sharded:
             try:
-                low_precision = models.has_low_precision_weights(replica.model)
+                low_precision = has_low_precision_weights(replica.model)
                 return _difference_of(replica, batch, low_precision=low_precision)
             except RuntimeError as error:
                 if device_errors.is_out_of_memory(error):
@@ -115,7 +116,7 @@ def _difference_of(replica: Replica, batch: MicroBatch, *, low_precision: bool) 
 
 
 def _in_low_precision(replica: Replica) -> bool:
-    return replica.precision in models.AUTOCAST or models.has_low_precision_weights(replica.model)
+    return replica.precision in AUTOCAST or has_low_precision_weights(replica.model)
 
 
 def _beginning_of_a_sample(loader: Loader) -> MicroBatch:

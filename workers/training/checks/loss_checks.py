@@ -23,8 +23,9 @@ from workers.training.exceptions import CannotTrain
 from workers.training.losses.load_balancing_loss import has_unsupported_loss
 from workers.training.losses.loss import TokenLoss
 from workers.training.micro_batches.batches import BatchLayout, MicroBatch, collate
-from workers.training.models import model as models
+from workers.training.models.dropout import without_randomness
 from workers.training.models.model_parts import is_mixture_of_experts
+from workers.training.models.precision import AUTOCAST, TOLERANCE, copy_in_fp64
 from workers.training.replica import Replica
 
 
@@ -68,7 +69,7 @@ def check_that_it_runs(replica: Replica, loader: Loader) -> None:
     except RuntimeError as error:
         if device_errors.is_out_of_memory(error):
             return  # training knows what to do then
-        if replica.precision not in models.AUTOCAST or device_errors.is_transient(error):
+        if replica.precision not in AUTOCAST or device_errors.is_transient(error):
             raise
         with torch.no_grad():
             replica.token_loss(batch)  # its own error is a clearer one
@@ -129,7 +130,7 @@ def _change_by_later_tokens(
     others = [tokens.copy(), tokens.copy()]
     others[0][seen:] = 0 if (tokens[seen:] != 0).any() else 1
     others[1][seen:] = np.resize(tokens[:seen][::-1], len(tokens) - seen)
-    with torch.no_grad(), models.without_randomness(loss.model):
+    with torch.no_grad(), without_randomness(loss.model):
         one, *changed = (
             loss(collate([(each, counts)], rows).to(device)).loss_sum for each in (tokens, *others)
         )
@@ -142,7 +143,7 @@ def _change_in_fp64(replica: Replica, tokens: Tokens, rows: BatchLayout) -> floa
     if replica.is_sharded:
         return None
     try:
-        model = models.copy_in_fp64(replica.model)
+        model = copy_in_fp64(replica.model)
         loss = TokenLoss(model)
         loss.head = loss.head if replica.token_loss.head is not None else None
         return _change_by_later_tokens(loss, tokens, rows, torch.device("cpu"))
@@ -155,7 +156,7 @@ def _rounding(replica: Replica) -> float:
     replacing tokens changes which tokens an expert computes together."""
     if replica.precision == "fp32":
         return 1e-5
-    return models.TOLERANCE[replica.precision] if is_mixture_of_experts(replica.model) else 1e-3
+    return TOLERANCE[replica.precision] if is_mixture_of_experts(replica.model) else 1e-3
 
 
 ROUNDING_IN_FP64 = 1e-7
@@ -177,7 +178,7 @@ def check_routing(replica: Replica, loader: Loader, reporter: Reporter, scope: A
             reporter.event("changed", message, "warning")
         return
     batch = loader.fetch(typical_samples(loader)[:1])
-    with replica.autocast(), models.without_randomness(replica.model):
+    with replica.autocast(), without_randomness(replica.model):
         if reports_routing(replica.token_loss, batch):
             return
     replica.balance = None

@@ -25,7 +25,8 @@ from workers.training.distributed.group import Group
 from workers.training.kernels.attention import heads_repeated
 from workers.training.losses.loss import TokenLoss
 from workers.training.micro_batches.batches import BatchLayout, collate, cut_window
-from workers.training.models import model as models
+from workers.training.models.dropout import without_randomness
+from workers.training.models.precision import AUTOCAST, copy_in_fp64, has_low_precision_weights
 from workers.training.replica import Replica
 
 _ROUNDING_IN_16_BITS = 1e-3
@@ -200,7 +201,7 @@ def _errors(replica: Replica, samples: Sequence[Tokens], layouts: Layouts) -> tu
     def errors() -> PackingErrors:
         return packing_errors(replica.token_loss, samples, layouts, replica.device)
 
-    with models.without_randomness(replica.model):
+    with without_randomness(replica.model):
         if not replica.is_sharded:
             kind: Literal["cpu", "cuda"] = "cuda" if replica.device.type == "cuda" else "cpu"
             try:
@@ -210,7 +211,7 @@ def _errors(replica: Replica, samples: Sequence[Tokens], layouts: Layouts) -> tu
                 if device_errors.is_out_of_memory(error):
                     raise
         with replica.autocast():
-            low_precision = replica.precision in models.AUTOCAST
+            low_precision = replica.precision in AUTOCAST
             return errors(), _ROUNDING_IN_16_BITS if low_precision else _rounding_of_weights(replica)
 
 
@@ -222,9 +223,9 @@ def _errors_in_fp64(replica: Replica, samples: Sequence[Tokens], layouts: Layout
     if _operations(replica, samples) > _MOST_OPERATIONS_IN_FP64:
         return None
     try:
-        loss = TokenLoss(models.copy_in_fp64(replica.model))
+        loss = TokenLoss(copy_in_fp64(replica.model))
         loss.head = loss.head if replica.token_loss.head is not None else None
-        with models.without_randomness(loss.model):
+        with without_randomness(loss.model):
             return packing_errors(loss, samples, layouts, torch.device("cpu"))
     except (RuntimeError, TypeError, MemoryError):
         return None
@@ -238,7 +239,7 @@ def _operations(replica: Replica, samples: Sequence[Tokens]) -> float:
 
 def _rounding_of_weights(replica: Replica) -> float:
     """How much rounding may change a loss if the model computes in the precision of its weights."""
-    return _ROUNDING_IN_16_BITS if models.has_low_precision_weights(replica.model) else 1e-6
+    return _ROUNDING_IN_16_BITS if has_low_precision_weights(replica.model) else 1e-6
 
 
 def packing_errors(

@@ -12,8 +12,8 @@ from workers.training.checkpoints import checkpoint
 from workers.training.distributed.independent import replicas_of
 from workers.training.exceptions import CannotTrain, Interrupted, InterruptionRequested
 from workers.training.models import base_model
-from workers.training.models import model as models
 from workers.training.models.parameters import Parameters
+from workers.training.models.saving import save
 from workers.training.reporting.evaluation import Evaluated, evaluated
 from workers.training.reporting.report import rewards_of
 from workers.training.reporting.trackers import Trackers
@@ -55,7 +55,7 @@ def combine(run: RunDirectory, reporter: Reporter, interrupted: Interruption) ->
     tokenizer = base_model.load_tokenizer(training.base)
     spec = assignment.spec
     below = spec.model.below_adapters()
-    files = models.save(training.replica.model, tokenizer, run.model, spec.method, *below)
+    files = save(training.replica.model, tokenizer, run.model, spec.method, *below)
     training.loader.close()
     return Outcome(
         files=files,

@@ -40,7 +40,8 @@ from workers.training.devices import device_errors
 from workers.training.kernels import varlen_attention
 from workers.training.losses.chunked_loss import can_fuse
 from workers.training.losses.loss import TokenLoss
-from workers.training.models import model as models
+from workers.training.models.dropout import without_randomness
+from workers.training.models.precision import TOLERANCE
 from workers.training.replica import Replica
 from workers.training.window import at_safe_loss_scale
 
@@ -327,7 +328,7 @@ def use_if_it_agrees(kernels: Kernels, replica: Replica, loader: Loader, reporte
     Raises:
         RuntimeError: the device failed.
     """
-    tolerance, error = models.TOLERANCE[replica.precision], inf
+    tolerance, error = TOLERANCE[replica.precision], inf
     try:
         error = _change_of_gradient(kernels, replica, loader)
         why = f"it changes the gradient of two samples by {error:.1e} (tolerance {tolerance:g})"
@@ -392,7 +393,7 @@ def _change_of_gradient(kernels: Kernels, replica: Replica, loader: Loader) -> f
         for batch in batches:
             step.add(batch)
 
-    with at_safe_loss_scale(replica.loss_scale), models.without_randomness(replica.model):
+    with at_safe_loss_scale(replica.loss_scale), without_randomness(replica.model):
         return gradient_error(step.window, accumulate, True, False)
 
 

@@ -25,9 +25,10 @@ from workers.training.exceptions import CannotTrain
 from workers.training.models.auto_class import auto_class
 from workers.training.models.fetching import fetch, first_lines
 from workers.training.models.head import backbone_of
-from workers.training.models.model import AUTOCAST, keep_weights, prepare_for_training
 from workers.training.models.model_files import check_tokenizer, stage, weight_files
 from workers.training.models.model_parts import padding_token
+from workers.training.models.precision import AUTOCAST
+from workers.training.models.saving import keep_weights
 from workers.training.models.score_head import (
     LANGUAGE_HEADS,
     SavedHead,
@@ -39,6 +40,7 @@ from workers.training.models.score_head import (
     scores_sequences,
     set_padding_token,
 )
+from workers.training.models.trainable import prepare_for_training
 from workers.training.models.trained_weights import (
     check_layers,
     continue_adapters,

@@ -37,3 +37,15 @@ class Parameters:
     def part(self, name: str, whole: Tensor) -> Tensor:
         """This rank's part of a tensor."""
         return whole
+
+
+def parameters_by_layer(model: nn.Module) -> dict[str, list[Tensor]]:
+    """The trainable parameters by layer: each block of the model, and everything outside of the blocks."""
+    layers: dict[str, list[Tensor]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            parts = name.removeprefix("base_model.model.").split(".")
+            numbered = next((i for i, part in enumerate(parts) if part.isdigit()), None)
+            end = numbered + 1 if numbered is not None else max(1, len(parts) - 1)
+            layers.setdefault(".".join(parts[:end]), []).append(parameter)
+    return layers
