@@ -27,8 +27,8 @@ def store_run(session: Session, running: Running) -> None:
         job = transitions.get(session, running.fence.job_id)
         spec = Spec.model_validate(job.spec)
         if job.attempt == running.fence.attempt and spec.strategy != "independent":
-            subject = profiles.subject(session, job, spec, running.devices[0])
-            measurements.note_run(session, subject)
+            about = profiles.measured_job(session, job, spec, running.devices[0])
+            measurements.note_run(session, about)
 
 
 def store_tuning(session: Session, running: Running, tuning: dict[str, Any]) -> None:
@@ -37,8 +37,8 @@ def store_tuning(session: Session, running: Running, tuning: dict[str, Any]) -> 
         return
     with _harmless_failure(session, running):
         job = transitions.get(session, running.fence.job_id)
-        subject = profiles.subject(session, job, Spec.model_validate(job.spec), running.devices[0])
-        measurements.record_tuning(session, subject, Tuning.model_validate(tuning))
+        about = profiles.measured_job(session, job, Spec.model_validate(job.spec), running.devices[0])
+        measurements.record_tuning(session, about, Tuning.model_validate(tuning))
 
 
 @contextmanager

@@ -86,7 +86,7 @@ class Preemptor:
         if room is None:
             return None
         with self._database.writing() as session:
-            if not preemption.promise(session, room.job_id):
+            if not preemption.try_claim_preemption(session, room.job_id):
                 return None
         chosen = [each for each in staying if each.fence.job_id in room.leaving]
         self.held[room.job_id] = HeldDevices(room.devices, chosen, now + _HOLD_SECONDS)

@@ -42,7 +42,7 @@ from workers.leases import DELETE_WORKER_AFTER_SECONDS, LeaseKeeper, Running
 from workers.offers import Offered, Offers, chosen_devices, device_ids
 from workers.preemptor import Preemptor
 from workers.slots import Slots, labels_of
-from workers.temperature import Heat
+from workers.temperature import CoolingState
 from workers.trainer_launcher import TrainerLauncher
 from workers.training.processes.fork_server import ForkServer
 
@@ -111,9 +111,9 @@ class Supervisor:
             while not self.stopped:
                 if self.settings.profiler:
                     profiler.keep_alive()
-                if self._answers_are_expected(inference):
+                if self._should_start_inference(inference):
                     inference.keep_alive()
-                if self._exports_are_expected(exports):
+                if self._should_start_exports(exports):
                     exports.keep_alive()
                 self.turn()
                 done = False
@@ -145,7 +145,7 @@ class Supervisor:
             live_workers.forget(session, [self.id], DELETE_WORKER_AFTER_SECONDS)
         log.info("worker stopped", worker=self.id)
 
-    def _answers_are_expected(self, inference: HelperProcess) -> bool:
+    def _should_start_inference(self, inference: HelperProcess) -> bool:
         """Whether the inference process should run: a request waits, or a job has been training for a while,
         whose model somebody will want to try."""
         if self.settings.inference == "off" or self.draining or inference.is_alive:
@@ -157,7 +157,7 @@ class Supervisor:
             return requests.any_free(session)
         return False
 
-    def _exports_are_expected(self, exports: HelperProcess) -> bool:
+    def _should_start_exports(self, exports: HelperProcess) -> bool:
         """Whether the export process should run: an export waits."""
         if self.draining or exports.is_alive:
             return False
@@ -234,9 +234,9 @@ class Supervisor:
     def _enforce_temperature(self, running: Running) -> bool:
         """Pauses a trainer whose GPU is too hot, and stops it if its GPU does not cool down."""
         heat = temperature.enforce(running, self.slots, self.settings.max_gpu_temperature)
-        if heat is Heat.STAYS_HOT:
+        if heat is CoolingState.STAYS_HOT:
             self._interrupt(running, "its GPU stayed too hot (ACCRUE_MAX_GPU_TEMPERATURE)")
-        return heat is not Heat.BELOW_LIMIT
+        return heat is not CoolingState.BELOW_LIMIT
 
     def _is_stuck(self, running: Running) -> bool:
         """Whether nothing in its run directory has changed for too long."""

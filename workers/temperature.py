@@ -20,7 +20,7 @@ COOLER_BY = 5.0
 margin, it would pause after each window."""
 
 
-class Heat(Enum):
+class CoolingState(Enum):
     """How hot a job's GPUs are."""
 
     BELOW_LIMIT = auto()
@@ -31,21 +31,21 @@ class Heat(Enum):
     """Pausing did not help: the job must leave its devices, of which the hot one was set aside."""
 
 
-def enforce(running: Running, slots: Slots, limit: float | None) -> Heat:
+def enforce(running: Running, slots: Slots, limit: float | None) -> CoolingState:
     """Pauses a job while one of its GPUs is too hot; it keeps its devices.
 
     Args:
         limit: in degrees Celsius; None means that there is no limit.
     """
     if limit is None:
-        return Heat.BELOW_LIMIT
+        return CoolingState.BELOW_LIMIT
     is_paused, now = running.cooling_since is not None, time.monotonic()
     hot = _hotter_than(limit - COOLER_BY if is_paused else limit, running, slots)
     if hot is None:
         if is_paused:
             running.cooling_since = None
             running.run.end_cooling_down()
-        return Heat.BELOW_LIMIT
+        return CoolingState.BELOW_LIMIT
     if running.cooling_since is None:
         running.cooling_since = now
         why = f"its GPU {hot.name} is hotter than {limit:g} °C (ACCRUE_MAX_GPU_TEMPERATURE)"
@@ -53,9 +53,9 @@ def enforce(running: Running, slots: Slots, limit: float | None) -> Heat:
         log.warning("training pauses", job=running.fence.job_id, why=why)
     running.last_sign_at = now  # a job that pauses is not stuck
     if now <= running.cooling_since + MAX_COOLING_SECONDS:
-        return Heat.COOLING_DOWN
+        return CoolingState.COOLING_DOWN
     slots.set_aside(hot, f"it is still hotter than {limit - COOLER_BY:g} °C")
-    return Heat.STAYS_HOT
+    return CoolingState.STAYS_HOT
 
 
 def _hotter_than(celsius: float, running: Running, slots: Slots) -> Device | None:

@@ -122,7 +122,8 @@ class WorkerView:
 
 
 def find_room(session: Session, view: WorkerView) -> Room | None:
-    """The room that a worker can make for a queued job, after `promise`; None if it should make none."""
+    """The room that a worker should make for a queued job; None if it should make none. The worker then calls
+    `try_claim_preemption`."""
     occupants, gone = _occupants(session, view)
     if not occupants:
         return None
@@ -141,7 +142,7 @@ def _reserved_before(waiting: QueuedJob, reserved: Iterable[Reserved]) -> frozen
     return frozenset[DeviceId]().union(*(each.devices for each in ahead))
 
 
-def promise(session: Session, job_id: str) -> bool:
+def try_claim_preemption(session: Session, job_id: str) -> bool:
     """Notes that a worker makes room for a job. False if another one has done so in the last ten minutes, or
     the job has started."""
     free = or_(Job.preempts_after.is_(None), Job.preempts_after <= database_now())

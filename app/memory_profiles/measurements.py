@@ -34,8 +34,8 @@ _PROCESS_ALLOWANCE = 2 * GIB
 
 
 @dataclass(frozen=True)
-class Subject:
-    """The subject of an attempt's measurements: a recipe on a device, with its prediction."""
+class MeasuredJob:
+    """What the measurements of an attempt are about: its job's recipe on a device, with its prediction."""
 
     job: Job
     device: Device
@@ -55,9 +55,9 @@ class Subject:
         return memory.peak_allocated_bytes, memory.peak_reserved_bytes
 
 
-def note_run(session: Session, subject: Subject) -> None:
+def note_run(session: Session, about: MeasuredJob) -> None:
     """Stores what an attempt measured at its largest micro-batch, once it has reached its steady state."""
-    own = (StepMetric.job_id == subject.job.id) & (StepMetric.attempt == subject.job.attempt)
+    own = (StepMetric.job_id == about.job.id) & (StepMetric.attempt == about.job.attempt)
     peak, reserved, tokens, steps = session.execute(
         select(
             func.max(StepMetric.peak_gb),
@@ -79,7 +79,7 @@ def note_run(session: Session, subject: Subject) -> None:
     )
     _keep(
         session,
-        subject,
+        about,
         "run",
         tokens,
         micro_batches or 1,
@@ -89,15 +89,15 @@ def note_run(session: Session, subject: Subject) -> None:
     )
 
 
-def record_tuning(session: Session, subject: Subject, tuning: Tuning) -> None:
+def record_tuning(session: Session, about: MeasuredJob, tuning: Tuning) -> None:
     """Stores each micro-batch size that a tuning run, or trials during training, measured.
 
     It first deletes this attempt's earlier rows without measured memory. A size without measured memory is
     not stored if it is smaller than the chosen one.
     """
     earlier = delete(Measurement).where(
-        Measurement.job_id == subject.job.id,
-        Measurement.attempt == subject.job.attempt,
+        Measurement.job_id == about.job.id,
+        Measurement.attempt == about.job.attempt,
         Measurement.kind == "sweep",
         Measurement.measured_bytes == 0,
     )
@@ -108,7 +108,7 @@ def record_tuning(session: Session, subject: Subject, tuning: Tuning) -> None:
         # Without its memory, a size stands for a budget, which a single long sample may exceed.
         tokens = each.token_budget if each.peak_bytes is None else each.largest_tokens
         _keep(
-            session, subject, "sweep", tokens, each.micro_batches, each.peak_bytes, each.tokens_per_second
+            session, about, "sweep", tokens, each.micro_batches, each.peak_bytes, each.tokens_per_second
         )  # fmt: skip
 
 
@@ -175,7 +175,7 @@ def margin(session: Session, device: DeviceKind) -> float | None:
 
 def _keep(
     session: Session,
-    subject: Subject,
+    about: MeasuredJob,
     kind: Literal["run", "sweep"],
     tokens: int,
     micro_batches: int,
@@ -186,24 +186,24 @@ def _keep(
     """Stores a measurement once per attempt and size. A repeat is ignored: by then, the prediction that it is
     compared with would already be based on the first."""
     accumulating = micro_batches > 1
-    predicted, held = subject.predicted(tokens, accumulating=accumulating) if tokens > 0 else (0, None)
-    if not _is_plausible(subject, tokens, measured_bytes, predicted):
+    predicted, held = about.predicted(tokens, accumulating=accumulating) if tokens > 0 else (0, None)
+    if not _is_plausible(about, tokens, measured_bytes, predicted):
         return
     if reserved_bytes is not None and held is not None:
         low, high = held / _MAX_ERROR_FACTOR, held * _MAX_ERROR_FACTOR + _PROCESS_ALLOWANCE
         reserved_bytes = reserved_bytes if low <= reserved_bytes <= high else None
     statement = insert_for(session, Measurement).values(
-        job_id=subject.job.id,
-        attempt=subject.job.attempt,
+        job_id=about.job.id,
+        attempt=about.job.attempt,
         kind=kind,
         tokens=tokens,
         created_at=session.scalar(select(database_now())),
-        key=subject.key,
-        architecture=subject.architecture,
-        device=subject.device.kind,
-        device_name=subject.device.name,
+        key=about.key,
+        architecture=about.architecture,
+        device=about.device.kind,
+        device_name=about.device.name,
         accumulating=accumulating,
-        source=subject.estimate.source,
+        source=about.estimate.source,
         predicted_bytes=predicted,
         measured_bytes=measured_bytes or 0,
         predicted_reserved_bytes=held,
@@ -213,10 +213,10 @@ def _keep(
     session.execute(statement.on_conflict_do_nothing(index_elements=["job_id", "attempt", "kind", "tokens"]))
 
 
-def _is_plausible(subject: Subject, tokens: int, measured: int | None, predicted: int) -> bool:
+def _is_plausible(about: MeasuredJob, tokens: int, measured: int | None, predicted: int) -> bool:
     """Whether a measurement is plausible, since the plans of other jobs rely on it."""
-    longest = int(subject.job.spec["effective_batch_size"]) * subject.sequence
-    most = min(predicted * _MAX_ERROR_FACTOR + _PROCESS_ALLOWANCE, subject.device.memory_bytes)
+    longest = int(about.job.spec["effective_batch_size"]) * about.sequence
+    most = min(predicted * _MAX_ERROR_FACTOR + _PROCESS_ALLOWANCE, about.device.memory_bytes)
     is_possible = measured is None or predicted / _MAX_ERROR_FACTOR <= measured <= most
     return 0 < tokens <= 2 * longest and is_possible
 

@@ -22,7 +22,7 @@ from app.contract.text import storable
 from app.devices import live_workers
 from app.errors import NotFound
 from app.memory_profiles import measurements
-from app.memory_profiles.measurements import Subject
+from app.memory_profiles.measurements import MeasuredJob
 from app.planning.devices import Device
 from app.planning.estimate import ByFormula, ByMeasurement, ByProfile, BySharding, Estimate, EstimateOf
 from app.planning.planner import PlannerEvidence
@@ -142,12 +142,12 @@ def known(session: Session, architecture: Architecture, device_name: str | None)
     Args:
         device_name: None: the devices are of several kinds.
     """
-    architecture = counted(session, architecture)
+    architecture = with_exact_parameter_count(session, architecture)
     on = (session, architecture, device_name)
     return PlannerEvidence(estimates(*on), throughput(*on), architecture)
 
 
-def counted(session: Session, architecture: Architecture) -> Architecture:
+def with_exact_parameter_count(session: Session, architecture: Architecture) -> Architecture:
     """The architecture with its exact number of parameters, if it was estimated and a worker has built the
     model since then."""
     if not architecture.is_estimated:
@@ -162,11 +162,11 @@ def counted(session: Session, architecture: Architecture) -> Architecture:
     return architecture.model_copy(update={"parameters": exact, "is_estimated": False})
 
 
-def subject(session: Session, job: Job, spec: Spec, device: Device) -> Subject:
+def measured_job(session: Session, job: Job, spec: Spec, device: Device) -> MeasuredJob:
     """What an attempt of a job measures on a device."""
     architecture, recipe = spec.model.architecture, recipe_of(spec, device)
     sequence = Plan.model_validate(job.plan).sample_length or spec.data.max_length
-    return Subject(
+    return MeasuredJob(
         job=job,
         device=device,
         sequence=sequence,

@@ -90,7 +90,7 @@ def find_for_planning(name: str, settings: Settings) -> PlannableModel:
         return find_reference(name, settings)[1]
     except hub.NotReadable:
         plain, revision = split_revision(name)
-        base = catalogue.untuned(plain) if revision is None else None
+        base = catalogue.pretrained_base_of(plain) if revision is None else None
         config = catalogue.config_of(base) if base is not None else None
         if config is None:
             raise

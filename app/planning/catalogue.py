@@ -196,7 +196,7 @@ ALIASES = {
 _TUNED = re.compile(r"-(instruct|it|chat|base|thinking)(?=-|$)")
 
 
-def untuned(name: str) -> str | None:
+def pretrained_base_of(name: str) -> str | None:
     """The model in the catalogue that has the same sizes as a tuned variant, by its name:
     meta-llama/Llama-3.1-8B for Llama-3.1-8B-Instruct. None if there is none."""
     part = name.rpartition("/")[2].lower()

@@ -2,7 +2,7 @@
 
 Families name the same size differently, and differ in details that no field tells. So the result is an
 estimate: the exact number of parameters comes from the model itself, once a worker has built it without
-weights (app/memory_profiles/profiles.py: `counted`).
+weights (app/memory_profiles/profiles.py: `with_exact_parameter_count`).
 """
 
 from collections.abc import Mapping

@@ -120,7 +120,9 @@ class PlanningInputs:
     def known(self, architecture: Architecture, device_name: str | None) -> PlannerEvidence:
         """See `profiles.known`."""
         if architecture.is_estimated:
-            architecture = self._found(("counted", architecture), profiles.counted, architecture)
+            architecture = self._found(
+                ("exact count", architecture), profiles.with_exact_parameter_count, architecture
+            )
         on = (architecture, device_name)
         return PlannerEvidence(self._estimates(*on), self._throughput(*on), architecture)
 

@@ -8,8 +8,6 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor
-from workers.training.gradients.gradient_sums import gradients_for
-from workers.training.recovery.decision import Observed, Verdict, decide
 
 from app.contract.model_reference import LoraSpec
 from app.contract.plan import MicroBatchRule, TokenBudget
@@ -19,11 +17,13 @@ from workers.training.distributed.compression import Exact, In16Bits
 from workers.training.distributed.group import Group, ProcessGroup
 from workers.training.distributed.partition import partition
 from workers.training.distributed.sharding import ShardedParameters, ShardedSums, mesh_of, shard
+from workers.training.gradients.gradient_sums import gradients_for
 from workers.training.losses.load_balancing_loss import LoadBalancingLoss, load_balancing_loss_of
 from workers.training.losses.loss import TokenLoss
 from workers.training.micro_batches.batches import Groups, cut_window
 from workers.training.models.adapters import with_adapters
 from workers.training.models.parameters import Parameters
+from workers.training.recovery.decision import Verdict, WindowOutcome, decide
 from workers.training.window import Clipping, LossScale, Window
 
 _BY_TOKENS = TokenBudget(tokens=300)
@@ -171,20 +171,20 @@ def _seen(
         with torch.autocast("cpu", torch.bfloat16, enabled=given.autocast):
             forward = token_loss(filler)
         window.add_nothing(sum((logits.sum() for logits in forward.router_logits), forward.loss_sum) * 0.0)
-    observed = window.exchange(
+    outcome = window.exchange(
         out_of_memory=trouble == "out_of_memory", interruption_requested=trouble == "stop"
     )
-    gradient = np.zeros(0) if observed else _flat(parameters, window.gradient())
-    observed = observed or Observed(window.totals())
-    verdict = decide(observed)
+    gradient = np.zeros(0) if outcome else _flat(parameters, window.gradient())
+    outcome = outcome or WindowOutcome(window.totals())
+    verdict = decide(outcome)
     loss, norm, micro_losses = nan, nan, ()
-    if observed.totals is not None:
-        closed = window.finish(observed.totals, verdict)
+    if outcome.totals is not None:
+        closed = window.finish(outcome.totals, verdict)
         loss, norm, micro_losses = closed.loss, closed.grad_norm, closed.micro_losses
     weights = _flat(parameters, {own: own.detach() for own in parameters.trained.values()})
     return Seen(
         gradient, weights, verdict, loss, norm, micro_losses, len(batches), group.exchanges,
-        observed.out_of_memory_on,
+        outcome.out_of_memory_on,
     )  # fmt: skip
 
 

@@ -160,8 +160,8 @@ def test_room_is_made_once_for_a_job(database: Database) -> None:
     beat(database, "worker-1")
     fence, urgent = running(database, "worker-1"), waits(database, priority=1)
     with database.writing() as session:
-        assert preemption.promise(session, urgent)
-        assert not preemption.promise(session, urgent)
+        assert preemption.try_claim_preemption(session, urgent)
+        assert not preemption.try_claim_preemption(session, urgent)
     assert found(database, view(fence)) is None
     with database.writing() as session:
         session.execute(update(Job).where(Job.id == urgent).values(preempts_after=database_now() - 1))

@@ -35,8 +35,8 @@ def measure(database: Database, peak_gb: float, tokens: int = 128) -> str:
 
 
 def note(session: Session, job: Job) -> None:
-    subject = profiles.subject(session, job, Spec.model_validate(job.spec), CPU)
-    measurements.note_run(session, subject)
+    about = profiles.measured_job(session, job, Spec.model_validate(job.spec), CPU)
+    measurements.note_run(session, about)
 
 
 def swept(database: Database, job_id: str) -> None:
@@ -49,8 +49,8 @@ def swept(database: Database, job_id: str) -> None:
     )  # fmt: skip
     with database.writing() as session:
         job = session.get_one(Job, job_id)
-        subject = profiles.subject(session, job, Spec.model_validate(job.spec), CPU)
-        measurements.record_tuning(session, subject, Tuning(token_budget=512, samples=30, tried=tried))
+        about = profiles.measured_job(session, job, Spec.model_validate(job.spec), CPU)
+        measurements.record_tuning(session, about, Tuning(token_budget=512, samples=30, tried=tried))
 
 
 def test_measurements_yield_prediction_errors_and_a_safety_margin(database: Database) -> None:
@@ -126,15 +126,15 @@ def test_a_size_whose_memory_was_not_measured_counts_for_speed_alone(database: D
     job_id = submitted(database)
     with database.writing() as session:
         job = session.get_one(Job, job_id)
-        subject = profiles.subject(session, job, Spec.model_validate(job.spec), CPU)
-        measurements.record_tuning(session, subject, Tuning(token_budget=256, samples=30, tried=tried[:1]))
-        measurements.record_tuning(session, subject, Tuning(token_budget=256, samples=30, tried=tried))
+        about = profiles.measured_job(session, job, Spec.model_validate(job.spec), CPU)
+        measurements.record_tuning(session, about, Tuning(token_budget=256, samples=30, tried=tried[:1]))
+        measurements.record_tuning(session, about, Tuning(token_budget=256, samples=30, tried=tried))
     with database.reading() as session:
-        assert measurements.points(session, subject.architecture, subject.key, CPU.name) == []
-        speeds = measurements.throughput(session, subject.key, CPU.name)
+        assert measurements.points(session, about.architecture, about.key, CPU.name) == []
+        speeds = measurements.throughput(session, about.key, CPU.name)
         assert speeds is not None
         assert speeds.points == ((256, 950.0), (512, 900.0))  # not what is smaller than the chosen size
-        assert measurements.mean_error(session, subject.estimate.source, "cpu") is None
+        assert measurements.mean_error(session, about.estimate.source, "cpu") is None
     assert "accrue_memory_prediction_error{" not in Exposition(database).text().decode()
 
 
@@ -144,8 +144,8 @@ def test_on_a_gpu_the_margin_follows_from_what_the_allocator_held(database: Data
         job_id = submitted(database)
         with database.writing() as session:
             job = session.get_one(Job, job_id)
-            subject = profiles.subject(session, job, Spec.model_validate(job.spec), gpu)
-            allocated, held = subject.predicted(128, accumulating=True)
+            about = profiles.measured_job(session, job, Spec.model_validate(job.spec), gpu)
+            allocated, held = about.predicted(128, accumulating=True)
             assert held is not None
             # Allocated as predicted; held: a fifth more than predicted.
             measured = {
@@ -157,7 +157,7 @@ def test_on_a_gpu_the_margin_follows_from_what_the_allocator_held(database: Data
             session.flush()
             if number == 5:
                 assert measurements.margin(session, "cuda") == pytest.approx(0.2, abs=0.01)
-            measurements.note_run(session, subject)
+            measurements.note_run(session, about)
     with database.reading() as session:
         assert measurements.mean_error(session, "formula", "cuda") == pytest.approx(0.0, abs=0.01)
         [row] = session.scalars(select(Measurement).order_by(Measurement.created_at).limit(1)).all()
@@ -174,7 +174,7 @@ def test_measurements_of_older_trainers_give_no_margin_on_a_gpu(database: Databa
             for step in (1, 2, 3):
                 session.add(StepMetric(job_id=job_id, **{**line(step).model_dump(), **measured}))
             session.flush()
-            subject = profiles.subject(session, job, Spec.model_validate(job.spec), gpu)
-            measurements.note_run(session, subject)
+            about = profiles.measured_job(session, job, Spec.model_validate(job.spec), gpu)
+            measurements.note_run(session, about)
     with database.reading() as session:
         assert measurements.margin(session, "cuda") is None

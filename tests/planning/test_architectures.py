@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from app.planning.architectures import UnknownArchitecture, from_config, named
-from app.planning.catalogue import CATALOGUE, untuned
+from app.planning.catalogue import CATALOGUE, pretrained_base_of
 
 
 def counted(config: PreTrainedConfig) -> int:
@@ -44,7 +44,7 @@ def counted(config: PreTrainedConfig) -> int:
     ],
 )
 def test_a_tuned_variant_has_the_sizes_of_its_base(name: str, base: str | None) -> None:
-    assert untuned(name) == base
+    assert pretrained_base_of(name) == base
 
 
 @pytest.mark.parametrize("name", CATALOGUE)

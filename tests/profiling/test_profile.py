@@ -10,10 +10,10 @@ from app.planning.catalogue import TINY_GPT2
 from app.planning.estimate import ByFormula, ByProfile, largest_micro_batch
 from app.planning.memory import workspace_bytes
 from tests.benchmarks.accuracy import FAMILIES, Case, predicted_bytes, true_bytes
+from workers.profiling.allocation_trace import peaks
 from workers.profiling.depth import Depth, depth_for, layers_in
 from workers.profiling.profile import make_profile
 from workers.profiling.simulate import Simulation
-from workers.profiling.tape import peaks
 
 
 @pytest.mark.thorough

@@ -1,4 +1,4 @@
-"""Unrolling a few layers to all of them gives the deep model's tape, allocation for allocation."""
+"""Unrolling a few layers to all of them gives the deep model's trace, allocation for allocation."""
 
 from typing import Any
 
@@ -8,16 +8,18 @@ from app.contract.memory_profile import Recipe
 from app.contract.model_reference import LoraSpec
 from app.planning.catalogue import config_of
 from tests.benchmarks.accuracy import FAMILIES
+from workers.profiling.allocation_trace import AllocationTrace, peaks
 from workers.profiling.allocator import replay
 from workers.profiling.depth import Depth, depth_for, layers_in, period_of
 from workers.profiling.profile import make_profile
 from workers.profiling.simulate import Simulation
-from workers.profiling.tape import Tape, peaks
 
 LORA = LoraSpec(r=8, alpha=16, dropout=0.0, target_modules=None, merge=False)
 
 
-def tapes(config: dict[str, Any], recipe: Recipe, rows: int = 2, sequence: int = 96) -> tuple[Tape, Tape]:
+def traces(
+    config: dict[str, Any], recipe: Recipe, rows: int = 2, sequence: int = 96
+) -> tuple[AllocationTrace, AllocationTrace]:
     """Of four groups of layers, unrolled; and of all layers."""
     layers = layers_in(config)
     depth = depth_for(layers, period_of(config, sequence))
@@ -28,13 +30,13 @@ def tapes(config: dict[str, Any], recipe: Recipe, rows: int = 2, sequence: int =
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "gemma3"])
 def test_the_unrolled_tape_has_the_peaks_of_the_whole_model(family: str) -> None:
-    unrolled, whole = tapes(FAMILIES[family], Recipe(device="cuda", precision="bf16"))
+    unrolled, whole = traces(FAMILIES[family], Recipe(device="cuda", precision="bf16"))
     assert highest(unrolled) == highest(whole)
     assert replay(unrolled).allocated == replay(whole).allocated
 
 
-def highest(tape: Tape) -> int:
-    return max(peak.bytes for peak in peaks(tape))
+def highest(trace: AllocationTrace) -> int:
+    return max(peak.bytes for peak in peaks(trace))
 
 
 @pytest.mark.thorough
@@ -55,7 +57,7 @@ def highest(tape: Tape) -> int:
     ids=str,
 )
 def test_the_unrolled_peak_is_exact_for_every_option(family: str, options: dict[str, Any]) -> None:
-    unrolled, whole = tapes(FAMILIES[family], Recipe(device="cuda", **options))
+    unrolled, whole = traces(FAMILIES[family], Recipe(device="cuda", **options))
     assert highest(unrolled) == pytest.approx(highest(whole), rel=1e-5)  # LAMB keeps a scalar a parameter
     assert replay(unrolled).peak_reserved == pytest.approx(replay(whole).peak_reserved, rel=0.005)
 
@@ -65,7 +67,7 @@ def test_the_unrolled_peak_is_exact_for_every_option(family: str, options: dict[
 def test_large_models_are_predicted_from_four_layers(name: str) -> None:
     config = config_of(name)
     assert config is not None
-    unrolled, whole = tapes(config, Recipe(device="cuda", precision="bf16"), 8, 1024)
+    unrolled, whole = traces(config, Recipe(device="cuda", precision="bf16"), 8, 1024)
     one, other = highest(unrolled), highest(whole)
     print(f"{name}, 8 × 1024: {one / 2**30:.3f} GiB from four layers, {other / 2**30:.3f} from all")
     assert one == pytest.approx(other, rel=0.005)
@@ -77,7 +79,7 @@ def test_alternating_kinds_of_layers_are_grouped_by_period() -> None:
     assert period_of(gemma, 64) == 1  # no longer than the window: all alike
     assert period_of(gemma, 65) == 2
     assert period_of({**FAMILIES["gemma3"], "num_hidden_layers": 40}, 128) == 6
-    unrolled, whole = tapes(gemma, Recipe(device="cuda", precision="bf16"))
+    unrolled, whole = traces(gemma, Recipe(device="cuda", precision="bf16"))
     assert highest(unrolled) == highest(whole)
     assert replay(unrolled).allocated == replay(whole).allocated
 

@@ -242,14 +242,14 @@ def test_a_non_finite_window_does_not_lower_the_loss_scale() -> None:
 
 def test_the_scale_grows_back_after_enough_good_windows() -> None:
     scale = LossScale(8.0, windows_to_grow=3)
-    assert scale.settled == 8.0
+    assert scale.value_before_window == 8.0
     for _ in range(3):
         scale.record_success()
     assert scale.value == 16.0
     for _ in range(9):
         scale.overflowed()
     assert scale.value == 1.0
-    assert scale.settled == 16.0  # in a checkpoint: a resume repeats the whole window
+    assert scale.value_before_window == 16.0  # in a checkpoint: a resume repeats the whole window
 
 
 def test_a_window_without_targets_cannot_be_opened() -> None:

@@ -14,7 +14,7 @@ from app.planning.devices import Device
 from app.planning.tool_configs.job import as_yaml
 from app.settings import Settings
 from workers.executors.commands import call, node_command
-from workers.executors.protocol import Found, Launch, Refused, Unreachable
+from workers.executors.protocol import Launch, LaunchStatus, Refused, Unreachable
 
 _LABEL = "accrue.dev/launch"
 
@@ -47,11 +47,11 @@ class KubernetesExecutor:
     def submit(self, launch: Launch) -> None:
         self._call(["apply", "--filename=-"], self.render(launch))
 
-    def poll(self, handle: str) -> Found:
+    def poll(self, handle: str) -> LaunchStatus:
         listed = json.loads(
             self._call(["get", self._kind, "--output=json", f"--selector={_LABEL}={_name(handle)}"])
         )
-        return _found(listed["items"][0].get("status", {})) if listed["items"] else Found("unknown")
+        return _found(listed["items"][0].get("status", {})) if listed["items"] else LaunchStatus("unknown")
 
     def cancel(self, handle: str) -> None:
         self._call(["delete", self._kind, _name(handle), "--ignore-not-found", "--wait=false"])
@@ -167,20 +167,20 @@ def _name(handle: str) -> str:
     return handle.lower().replace(".", "-").replace("_", "-")
 
 
-def _found(status: dict[str, Any]) -> Found:
+def _found(status: dict[str, Any]) -> LaunchStatus:
     """What the status of a Job or a TrainJob says."""
     conditions = {each["type"]: each for each in status.get("conditions", ()) if each["status"] == "True"}
     if "Failed" in conditions:
         failed = conditions["Failed"]
-        return Found(
+        return LaunchStatus(
             "ended",
             failed.get("message") or failed.get("reason", ""),
             was_evicted=failed.get("reason") == "PodFailurePolicy",
         )
     if "Complete" in conditions:
-        return Found("ended", "Complete")
+        return LaunchStatus("ended", "Complete")
     if "Suspended" in conditions:
-        return Found("waiting", "suspended")
+        return LaunchStatus("waiting", "suspended")
     parts = status.get("jobsStatus", [status])
     ready = any(part.get("ready") or part.get("succeeded") for part in parts)
-    return Found("running" if ready else "waiting", "" if ready else "its pods are not ready")
+    return LaunchStatus("running" if ready else "waiting", "" if ready else "its pods are not ready")

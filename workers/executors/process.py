@@ -15,7 +15,7 @@ from pathlib import Path
 from app import PACKAGES_FOLDER
 from app.planning.devices import Device
 from workers.executors.commands import node_command, passed_on
-from workers.executors.protocol import Found, Launch
+from workers.executors.protocol import Launch, LaunchStatus
 from workers.executors.shared_files import LOG
 
 
@@ -51,10 +51,10 @@ class ProcessExecutor:
                 )
             self._children.setdefault(launch.handle, []).append(child)
 
-    def poll(self, handle: str) -> Found:
+    def poll(self, handle: str) -> LaunchStatus:
         for child in self._children.get(handle, ()):
             child.poll()  # or else it stays in the process table
-        return Found("running" if _processes(handle) else "unknown")
+        return LaunchStatus("running" if _processes(handle) else "unknown")
 
     def cancel(self, handle: str) -> None:
         for pid in _processes(handle):

@@ -20,7 +20,7 @@ class Launch:
 
 
 @dataclass(frozen=True)
-class Found:
+class LaunchStatus:
     """What an engine says of a launch."""
 
     state: Literal["waiting", "running", "ended", "unknown"]
@@ -50,7 +50,7 @@ class Executor(Protocol):
     def submit(self, launch: Launch) -> None:
         """Starts a launch, unless the engine has it already. Raises Refused."""
 
-    def poll(self, handle: str) -> Found:
+    def poll(self, handle: str) -> LaunchStatus:
         """What has become of a launch; `unknown` if the engine does not know the handle."""
 
     def cancel(self, handle: str) -> None:

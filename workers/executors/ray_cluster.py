@@ -14,7 +14,7 @@ import httpx2 as httpx
 from app import PACKAGE_PREFIX, PACKAGES_FOLDER
 from app.planning.devices import Device
 from workers.executors.commands import passed_on
-from workers.executors.protocol import Found, Launch, Refused, Unreachable
+from workers.executors.protocol import Launch, LaunchStatus, Refused, Unreachable
 
 _TIMEOUT_SECONDS = 30.0
 
@@ -63,21 +63,21 @@ class RayExecutor:
         }
         self._call("POST", "/api/jobs/", json=request)
 
-    def poll(self, handle: str) -> Found:
+    def poll(self, handle: str) -> LaunchStatus:
         answer = self._call("GET", f"/api/jobs/{handle}", missing_is_fine=True)
         if answer.status_code == 404:
-            return Found("unknown")
+            return LaunchStatus("unknown")
         job = answer.json()
         match job["status"]:
             case "PENDING":
-                return Found("waiting", job.get("message") or "")
+                return LaunchStatus("waiting", job.get("message") or "")
             case "RUNNING":
-                return Found("running")
+                return LaunchStatus("running")
             case "SUCCEEDED":
-                return Found("ended")
+                return LaunchStatus("ended")
         reason = (job.get("message") or job["status"]).strip().splitlines()
         exit_code = job.get("driver_exit_code")
-        return Found("ended", reason[0] if reason else "", was_evicted=exit_code == LOST_NODE)
+        return LaunchStatus("ended", reason[0] if reason else "", was_evicted=exit_code == LOST_NODE)
 
     def cancel(self, handle: str) -> None:
         self._call("POST", f"/api/jobs/{handle}/stop", missing_is_fine=True)

@@ -19,7 +19,7 @@ import structlog
 from app.contract.regular_files import read_regular
 from app.contract.reports import Failure
 from app.jobs.transitions import LostJob
-from workers.executors.protocol import Executor, Found, Launch, Refused, Unreachable
+from workers.executors.protocol import Executor, Launch, LaunchStatus, Refused, Unreachable
 from workers.executors.shared_files import LaunchOrder, NewerLaunch, NodeEnd, SharedFiles
 from workers.run_directory import INTERRUPTED, LOST_RANK, RANKS_MUST_RESTART, RunDirectory
 
@@ -84,7 +84,7 @@ class RemoteTrainer:
         """When the engine said for the second time in a row that it has no such launch, or that it has ended,
         although not all nodes have reported their ends; otherwise None."""
         self._messages: list[str] = []
-        self._found = Found("waiting")
+        self._found = LaunchStatus("waiting")
         self._has_started = False
         """Whether all nodes have begun to train."""
         self._wakes = threading.Event()
@@ -199,7 +199,7 @@ class RemoteTrainer:
         self._status = status
 
     def _run_once(self) -> int:
-        self._found, self._lost_at, self._has_started = Found("waiting"), None, False
+        self._found, self._lost_at, self._has_started = LaunchStatus("waiting"), None, False
         if not self._submit():
             self._cancel()
             return INTERRUPTED if self._kill_at is not None and not self._killed else -signal.SIGKILL

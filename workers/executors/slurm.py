@@ -13,7 +13,7 @@ from app import PACKAGES_FOLDER
 from app.planning.devices import Device
 from workers.executors.commands import call, node_command, passed_on
 from workers.executors.process import read_log
-from workers.executors.protocol import Found, Launch, Refused, Unreachable
+from workers.executors.protocol import Launch, LaunchStatus, Refused, Unreachable
 from workers.executors.shared_files import LOG
 
 _WAITING = {
@@ -85,13 +85,13 @@ class SlurmExecutor:
             return
         self._call(["sbatch", "--parsable"], self.render(launch))
 
-    def poll(self, handle: str) -> Found:
+    def poll(self, handle: str) -> LaunchStatus:
         listed = self._call(
             ["squeue", "--noheader", "--me", f"--name={handle}", "--states=all", "--format=%T|%r"]
         )
         found = [_found(*line.split("|", 1)) for line in listed.splitlines() if "|" in line]
         order = ("running", "waiting", "ended")
-        return min(found, key=lambda each: order.index(each.state), default=Found("unknown"))
+        return min(found, key=lambda each: order.index(each.state), default=LaunchStatus("unknown"))
 
     def cancel(self, handle: str) -> None:
         self._call(["scancel", "--quiet", "--me", f"--name={handle}"])
@@ -121,10 +121,10 @@ def _environment() -> dict[str, str]:
     return passed_on() | own
 
 
-def _found(state: str, reason: str) -> Found:
+def _found(state: str, reason: str) -> LaunchStatus:
     why = "" if reason in ("None", "") else reason
     if state in _WAITING:
-        return Found("waiting", why)
+        return LaunchStatus("waiting", why)
     if state in _RUNNING:
-        return Found("running", why)
-    return Found("ended", state if not why else f"{state}, {why}", was_evicted=state in _EVICTED)
+        return LaunchStatus("running", why)
+    return LaunchStatus("ended", state if not why else f"{state}, {why}", was_evicted=state in _EVICTED)

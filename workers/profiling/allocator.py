@@ -10,7 +10,7 @@ pages of 2 or 20 MiB. The model assumes one stream and a device that never runs 
 from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 
-from workers.profiling.tape import Tape
+from workers.profiling.allocation_trace import AllocationTrace
 
 MIB = 2**20
 ROUND = 512
@@ -161,12 +161,12 @@ class CachingAllocator:
         return first
 
 
-def replay(tape: Tape, *, expandable_segments: bool = False) -> CachingAllocator:
-    """Replays a tape, and returns the allocator in its final state."""
+def replay(trace: AllocationTrace, *, expandable_segments: bool = False) -> CachingAllocator:
+    """Replays a trace, and returns the allocator in its final state."""
     allocator = CachingAllocator(expandable_segments=expandable_segments)
     pieces: dict[int, _Piece] = {}
-    for block, allocates in tape.events():
-        size = tape.blocks[block].size
+    for block, allocates in trace.events():
+        size = trace.blocks[block].size
         if size and allocates:
             pieces[block] = allocator.allocate(size)
         elif size:

@@ -1,4 +1,4 @@
-"""Computes how each block of a tape grows with the micro-batch, from two tapes that differ in nothing else.
+"""Computes how each block of a trace grows with the micro-batch, from two traces that differ in nothing else.
 
 A tensor's size is a product of lengths. So a block's size is constant, or proportional to the rows, to their
 square (a packed row's mask) or to the positions of a chunk of the loss; the block's two sizes determine
@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from app.contract.memory_profile import KINDS, Part, PointMemory
-from workers.profiling.tape import Block, Run, Tape
+from workers.profiling.allocation_trace import AllocationTrace, Block, Run
 
 Numbers = npt.NDArray[np.float64]
 TERMS = 5
@@ -24,14 +24,14 @@ TERMS = 5
 
 
 class DifferentTapes(Exception):
-    """The two tapes make different allocations."""
+    """The two traces make different allocations."""
 
 
 @dataclass(frozen=True)
 class TracedSize:
-    """A tape, and the micro-batch that it was made at."""
+    """A trace, and the micro-batch that it was made at."""
 
-    tape: Tape
+    trace: AllocationTrace
     rows: int
     first: int
     second: int
@@ -70,22 +70,22 @@ Growths = dict[int, Numbers]
 
 
 def growths(one: TracedSize, other: TracedSize) -> Growths:
-    """How each block of the first tape grows.
+    """How each block of the first trace grows.
 
     Raises:
-        DifferentTapes: the tapes make different allocations, or in a different order.
+        DifferentTapes: the traces make different allocations, or in a different order.
     """
-    if not _same_allocations(one.tape, other.tape):
+    if not _same_allocations(one.trace, other.trace):
         raise DifferentTapes("the step makes different allocations at different micro-batches")
     return {
         id(block): _growth(block.size, twin.size, one, other)
-        for block, twin in zip(one.tape.blocks, other.tape.blocks, strict=True)
+        for block, twin in zip(one.trace.blocks, other.trace.blocks, strict=True)
     }
 
 
-def _same_allocations(one: Tape, other: Tape) -> bool:
-    def summary(tape: Tape) -> Any:
-        return [(run.place, _steps(run)) for run in tape.runs], [block.kind for block in tape.blocks]
+def _same_allocations(one: AllocationTrace, other: AllocationTrace) -> bool:
+    def summary(trace: AllocationTrace) -> Any:
+        return [(run.place, _steps(run)) for run in trace.runs], [block.kind for block in trace.blocks]
 
     return bool(summary(one) == summary(other))
 
@@ -152,30 +152,30 @@ class PeakCandidates:
         )
 
 
-def peak_candidates(tape: Tape, known: Growths) -> PeakCandidates:
-    """The points of a tape that may be its peak; `known` is how each of its blocks grows."""
-    events = list(tape.events())
-    blocks = [tape.blocks[event.block] for event in events]
+def peak_candidates(trace: AllocationTrace, known: Growths) -> PeakCandidates:
+    """The points of a trace that may be its peak; `known` is how each of its blocks grows."""
+    events = list(trace.events())
+    blocks = [trace.blocks[event.block] for event in events]
     signs = np.array([1.0 if event.allocates else -1.0 for event in events])
     growth = np.array([known[id(block)] for block in blocks]) * signs[:, None]
     points = np.flatnonzero((signs > 0) & np.append(signs[1:] < 0, True))
     numbers = {kind: number for number, kind in enumerate(KINDS)}
     return PeakCandidates(
-        runs=tape.runs,
+        runs=trace.runs,
         growth=growth,
         kind=np.array([numbers[block.kind] for block in blocks]),
-        run=np.repeat(np.arange(len(tape.runs)), [len(run.events) for run in tape.runs]),
+        run=np.repeat(np.arange(len(trace.runs)), [len(run.events) for run in trace.runs]),
         points=points,
         live=np.cumsum(growth, axis=0)[points],
     )
 
 
-def tape_at(tape: Tape, known: Growths, within: Range, rows: float) -> Tape:
-    """The tape at a given number of rows."""
+def trace_at(trace: AllocationTrace, known: Growths, within: Range, rows: float) -> AllocationTrace:
+    """The trace at a given number of rows."""
     terms = within.at(rows)
     sizes = {number: round(float(growth @ terms)) for number, growth in known.items()}
     made: dict[int, Block] = {}
-    for block in tape.blocks:
+    for block in trace.blocks:
         if id(block) not in made:
             made[id(block)] = replace(block, size=sizes[id(block)])
-    return Tape([made[id(block)] for block in tape.blocks], tape.runs)
+    return AllocationTrace([made[id(block)] for block in trace.blocks], trace.runs)

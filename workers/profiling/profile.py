@@ -1,4 +1,4 @@
-"""A profile from traces: how each block of a shallow model's tape grows, unrolled to the model's depth."""
+"""A profile from traces: how each block of a shallow model's trace grows, unrolled to the model's depth."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -7,6 +7,7 @@ from math import inf
 from typing import Any
 
 from app.contract.memory_profile import KINDS, Curve, PointMemory, Profile, Recipe, Stretch
+from workers.profiling.allocation_trace import AllocationTrace, Peak, peaks
 from workers.profiling.allocator import replay
 from workers.profiling.depth import Depth, depth_for, layers_in, period_of
 from workers.profiling.growth import (
@@ -17,10 +18,9 @@ from workers.profiling.growth import (
     TracedSize,
     growths,
     peak_candidates,
-    tape_at,
+    trace_at,
 )
 from workers.profiling.simulate import Chunks, Simulation
-from workers.profiling.tape import Peak, Tape, peaks
 from workers.profiling.unroll import NotUniform
 
 _MAX_ROWS = 2**20
@@ -38,7 +38,7 @@ _SAMPLES = ((2, Chunks(768, 384)), (3, Chunks(896, 512)))
 block's two sizes tell what it depends on. The chunks are as long as real ones, since kernels work in tiles;
 more rows do not make a trace slower."""
 
-RunTraces = Callable[[Sequence[Callable[[], Tape]]], list[Tape]]
+RunTraces = Callable[[Sequence[Callable[[], AllocationTrace]]], list[AllocationTrace]]
 """How several traces are made: one after another, or side by side."""
 
 
@@ -107,8 +107,8 @@ class _StepVariant:
 
     def __init__(self, simulation: Simulation, one: TracedSize, other: TracedSize) -> None:
         self.known: Growths = growths(one, other)
-        self.tape = simulation.unrolled(one.tape)
-        self.peak_candidates: PeakCandidates = peak_candidates(self.tape, self.known)
+        self.trace = simulation.unrolled(one.trace)
+        self.peak_candidates: PeakCandidates = peak_candidates(self.trace, self.known)
 
 
 def _step_variants(
@@ -124,10 +124,10 @@ def _step_variants(
     """The numbers of rows from which there is a second chunk, and a third."""
 
     def traced(*requested: tuple[int, Chunks | None]) -> list[_StepVariant]:
-        tapes = together([partial(simulation.trace, rows, sequence, chunks) for rows, chunks in requested])
+        traces = together([partial(simulation.trace, rows, sequence, chunks) for rows, chunks in requested])
         found = [
-            TracedSize(tape, rows, *((chunks.first, chunks.second) if chunks else (0, 0)))
-            for tape, (rows, chunks) in zip(tapes, requested, strict=True)
+            TracedSize(trace, rows, *((chunks.first, chunks.second) if chunks else (0, 0)))
+            for trace, (rows, chunks) in zip(traces, requested, strict=True)
         ]
         return [
             _StepVariant(simulation, one, other) for one, other in zip(found[::2], found[1::2], strict=True)
@@ -178,22 +178,22 @@ def _reserved(ways: Sequence[tuple[_StepVariant, Range]], recipe: Recipe) -> tup
     most = 4 * (int(ways[-1][1].rows) + 1)
     for rows in (*_RESERVED_ROWS, *([most] if most > _RESERVED_ROWS[-1] else [])):
         way, within = next((each for each in reversed(ways) if each[1].rows <= rows), ways[0])
-        tape = tape_at(way.tape, way.known, within, rows)
-        found.append((rows, _reserved_ratio(tape, recipe)))
+        trace = trace_at(way.trace, way.known, within, rows)
+        found.append((rows, _reserved_ratio(trace, recipe)))
     return tuple(found)
 
 
-def _reserved_ratio(tape: Tape, recipe: Recipe) -> float:
-    allocator = replay(tape, expandable_segments=recipe.expandable_segments)
+def _reserved_ratio(trace: AllocationTrace, recipe: Recipe) -> float:
+    allocator = replay(trace, expandable_segments=recipe.expandable_segments)
     return allocator.peak_reserved / allocator.peak_allocated
 
 
-def _checked(profile: Profile, tape: Tape, recipe: Recipe) -> Profile:
+def _checked(profile: Profile, trace: AllocationTrace, recipe: Recipe) -> Profile:
     """Compares the profile with a trace of a single row, which gets its own stretch if the profile is off."""
     rows, curve = _CHECKED_ROWS, profile.curve
     later = [each for each in curve.stretches if each.rows > rows]
     stretch = curve.stretches[len(curve.stretches) - len(later) - 1]
-    found = peaks(tape)
+    found = peaks(trace)
     several = max(found, key=lambda peak: peak.bytes)
     once = max((each for each in found if not each.place.phase.endswith(" 1")), key=lambda peak: peak.bytes)
     near = [max(lines, key=lambda line: line.bytes(rows)) for lines in (stretch.once, stretch.accumulating)]
@@ -203,7 +203,7 @@ def _checked(profile: Profile, tape: Tape, recipe: Recipe) -> Profile:
         more = stretch.model_copy(update={"rows": rows + 1 / curve.sequence})
         curve = curve.model_copy(update={"stretches": (alone, more, *later)})
     if recipe.device == "cuda":
-        reserved = ((rows, _reserved_ratio(tape, recipe)), *curve.reserved)
+        reserved = ((rows, _reserved_ratio(trace, recipe)), *curve.reserved)
         curve = curve.model_copy(update={"reserved": reserved})
     return profile.model_copy(update={"curve": curve, "checked_rows": rows, "check_error": error})
 

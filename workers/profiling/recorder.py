@@ -1,4 +1,4 @@
-"""Records a tape while a training step runs under fake tensors."""
+"""Records a trace while a training step runs under fake tensors."""
 
 import weakref
 from typing import Any, Self
@@ -9,8 +9,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from app.contract.memory_profile import Kind
+from workers.profiling.allocation_trace import AllocationTrace, Place
 from workers.profiling.kernels import Target, fake_output, workspace_bytes
-from workers.profiling.tape import Place, Tape
 
 aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
@@ -38,7 +38,7 @@ class Recorder(TorchDispatchMode):
         self, target: Target, *, boolean_value: bool = True, divided: type[Tensor] | None = None
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.tape = Tape()
+        self.trace = AllocationTrace()
         self.by_origin = False
         """Whether an operator is assigned to the group of its inputs, not to the current place's group."""
         self.expanded: dict[int, int] = {}
@@ -62,10 +62,10 @@ class Recorder(TorchDispatchMode):
         """Sets the place and the kind of the allocations that follow."""
         self._place, self._kind = Place(phase, group), kind
 
-    def stop(self) -> Tape:
-        """Stops recording and returns the tape."""
+    def stop(self) -> AllocationTrace:
+        """Stops recording and returns the trace."""
         self._blocks.clear()
-        return self.tape
+        return self.trace
 
     @property
     def phase(self) -> str:
@@ -73,17 +73,17 @@ class Recorder(TorchDispatchMode):
 
     def add_existing(self, tensor: Tensor, kind: Kind, group: int | None) -> int | None:
         """Adds a tensor that already exists. Returns its block, or None if its storage is already on the
-        tape."""
+        trace."""
         if self._block_of(tensor) is not None:
             return None
         self._place = Place(self._place.phase, group)
         return self._allocated(tensor, kind)
 
     def label(self, tensor: Tensor, kind: Kind) -> int | None:
-        """Sets the kind of a tensor. Returns its block, or None if the tensor is not on the tape."""
+        """Sets the kind of a tensor. Returns its block, or None if the tensor is not in the trace."""
         block = self._block_of(tensor)
         if block is not None:
-            self.tape.blocks[block].kind = kind
+            self.trace.blocks[block].kind = kind
         return block
 
     def __torch_dispatch__(
@@ -125,7 +125,7 @@ class Recorder(TorchDispatchMode):
             used = [self._block_of(each) for each in args if isinstance(each, Tensor)]
             taken += sum(self.expanded.get(block, 0) for block in used if block is not None)
         if taken:
-            self.tape.free(self._place, self.tape.allocate(self._place, taken, "workspace"))
+            self.trace.free(self._place, self.trace.allocate(self._place, taken, "workspace"))
         return output
 
     def _see(self, tensor: Tensor, kind: Kind) -> None:
@@ -137,7 +137,7 @@ class Recorder(TorchDispatchMode):
 
     def _add_storage(self, storage: UntypedStorage, kind: Kind) -> int:
         address = storage._cdata
-        block = self.tape.allocate(self._place, storage.nbytes(), kind)
+        block = self.trace.allocate(self._place, storage.nbytes(), kind)
         self._blocks[address] = (weakref.ref(storage, lambda _: self._freed(address)), block)
         return block
 
@@ -155,17 +155,17 @@ class Recorder(TorchDispatchMode):
         _RESIZE(storage, size)
         known = self._blocks.pop(storage._cdata, None)
         if known is not None:
-            self.tape.free(self._place, known[1])
+            self.trace.free(self._place, known[1])
         if size:
             self._add_storage(storage, "weights")
 
     def _freed(self, address: int) -> None:
         _, block = self._blocks.pop(address)
         summed, self._summed = self._summed, None
-        if summed and summed[0] == block and self.tape.undo_last(summed[1]):
+        if summed and summed[0] == block and self.trace.undo_last(summed[1]):
             self._rename(summed[1], block)
         else:
-            self.tape.free(self._place, block)
+            self.trace.free(self._place, block)
 
     def _pair(self, args: tuple[Any, ...], output: Tensor) -> tuple[int, int] | None:
         """The blocks of a gradient and of its sum with another, if they are alike.
@@ -178,7 +178,7 @@ class Recorder(TorchDispatchMode):
         block, made = self._block_of(args[0]), self._block_of(output)
         if args[0]._is_view():  # its base holds the memory, too
             return None
-        if block is None or made is None or self.tape.blocks[block].size != self.tape.blocks[made].size:
+        if block is None or made is None or self.trace.blocks[block].size != self.trace.blocks[made].size:
             return None
         return block, made
 
@@ -194,7 +194,7 @@ class Recorder(TorchDispatchMode):
     def _kind_of_copy(self, source: Tensor) -> Kind:
         """A copy of a weight in another precision is a weight."""
         block = self._block_of(source)
-        weight = block is not None and self.tape.blocks[block].kind == "weights"
+        weight = block is not None and self.trace.blocks[block].kind == "weights"
         return "weights" if weight else self._kind
 
     def _follow(self, args: tuple[Any, ...], position: int | None = None) -> None:
@@ -210,7 +210,7 @@ class Recorder(TorchDispatchMode):
             for number, each in enumerate(argument if listed else (argument,)):
                 if isinstance(each, Tensor) and (not listed or position in (None, number)):
                     block = self._block_of(each)
-                    groups.append(None if block is None else self.tape.blocks[block].group)
+                    groups.append(None if block is None else self.trace.blocks[block].group)
         known = [group for group in groups if group is not None]
         if known:
             self._place = Place(self._place.phase, min(known) if _in_backward() else max(known))

@@ -18,11 +18,11 @@ from app.contract.memory_profile import Recipe
 from app.contract.spec import OptimizerSpec
 from app.planning.families import OWN_LOGITS
 from workers.profiling import quantised_sizes
+from workers.profiling.allocation_trace import AllocationTrace
 from workers.profiling.depth import Depth, config_for, with_layers
 from workers.profiling.layers import follow, layers_of, weights_by_group
 from workers.profiling.on_cuda import OnCuda
 from workers.profiling.recorder import Recorder
-from workers.profiling.tape import Tape
 from workers.profiling.unroll import REPEATED, unroll
 from workers.training.checks.loss_checks import reports_routing
 from workers.training.gradients.direct_sums import DirectSums
@@ -126,23 +126,23 @@ class Simulation:
         if self._divided is not None:
             self.trace(_WARM_UP, _WARM_UP)  # the first passes also set up what later ones use again
 
-    def whole(self, rows: int, sequence: int) -> Tape:
-        """Traces the model, and extends the tape to the model's full depth.
+    def whole(self, rows: int, sequence: int) -> AllocationTrace:
+        """Traces the model, and extends the trace to the model's full depth.
 
         Raises:
             NotUniform: the layers that were left out are not like those that were traced.
         """
         return self.unrolled(self.trace(rows, sequence))
 
-    def unrolled(self, tape: Tape) -> Tape:
+    def unrolled(self, trace: AllocationTrace) -> AllocationTrace:
         """A trace at the model's whole depth; copies of a block are the same `Block`.
 
         Raises:
             NotUniform: the layers that were left out are not like those that were traced.
         """
-        return unroll(tape, self._depth.copies) if self._depth.copies else tape
+        return unroll(trace, self._depth.copies) if self._depth.copies else trace
 
-    def trace(self, rows: int, sequence: int, chunks: Chunks | None = None) -> Tape:
+    def trace(self, rows: int, sequence: int, chunks: Chunks | None = None) -> AllocationTrace:
         """Traces one window of two micro-batches, after a step that creates the optimizer's states.
 
         Args:
@@ -237,14 +237,14 @@ class Simulation:
             precision=self.recipe.precision,
         )
 
-    def _trace(self, recorder: Recorder, rows: int, sequence: int, chunks: Chunks | None) -> Tape:
+    def _trace(self, recorder: Recorder, rows: int, sequence: int, chunks: Chunks | None) -> AllocationTrace:
         model, recipe = self._model, self.recipe
         recorder.enter("load")
         for tensor, group in weights_by_group(self._model, self._depth):
             own = tensor if self._divided is None else self._divided.own_part(tensor)
             block = recorder.add_existing(own, "weights", group)
             if block is not None and self.recipe.quantised and quantised_sizes.is_quantised(tensor, group):
-                recorder.tape.blocks[block].size = quantised_sizes.stored_bytes(tensor)
+                recorder.trace.blocks[block].size = quantised_sizes.stored_bytes(tensor)
                 recorder.expanded[block] = tensor.untyped_storage().nbytes()
         parameters = list(
             model.parameters() if self._divided is None else self._divided.parameters.trained.values()
@@ -290,7 +290,7 @@ class Simulation:
         for tensor in _states(optimizer):
             block = recorder.label(tensor, "optimizer")
             if block is not None and self.recipe.optimizer == "adamw_8bit":
-                recorder.tape.blocks[block].size = quantised_sizes.state_bytes(tensor)
+                recorder.trace.blocks[block].size = quantised_sizes.state_bytes(tensor)
         for parameter in parameters:
             parameter.grad = None
         recorder.by_origin = False

@@ -1,7 +1,7 @@
-"""Turns the tape of a shallow model into that of the deep one, by repeating a group of layers.
+"""Turns the trace of a shallow model into that of the deep one, by repeating a group of layers.
 
 The shallow model has four groups of layers: the first, two equal ones, and the last. If the two in the middle
-make the same allocations, every further group of the deep model makes them too: the tape of the third group
+make the same allocations, every further group of the deep model makes them too: the trace of the third group
 is repeated, in one order in the forward pass and in reverse in the backward pass. Which blocks of its
 neighbours a copy frees (the activations between two layers) is known from what the second group frees of its
 own neighbours. Nothing is estimated: if the groups differ, NotUniform is raised.
@@ -9,7 +9,7 @@ own neighbours. Nothing is estimated: if the groups differ, NotUniform is raised
 
 from dataclasses import dataclass, field
 
-from workers.profiling.tape import Block, Event, Run, Tape
+from workers.profiling.allocation_trace import AllocationTrace, Block, Event, Run
 
 FIRST, BEFORE, REPEATED, LAST = range(4)
 GROUPS = 4
@@ -19,20 +19,20 @@ class NotUniform(Exception):
     """The middle groups make different allocations: the model has to be traced at its full depth."""
 
 
-def unroll(tape: Tape, copies: int) -> Tape:
-    """Repeats the third of a tape's four groups `copies` times.
+def unroll(trace: AllocationTrace, copies: int) -> AllocationTrace:
+    """Repeats the third of a trace's four groups `copies` times.
 
     Raises:
         NotUniform: the second and the third group differ.
     """
-    twins = _twins(tape)
+    twins = _twins(trace)
     freed_in = {
-        event.block: run.place.group for run in tape.runs for event in run.events if not event.allocates
+        event.block: run.place.group for run in trace.runs for event in run.events if not event.allocates
     }
-    unrolled = _Unrolled(tape, copies, twins, freed_in)
+    unrolled = _Unrolled(trace, copies, twins, freed_in)
     befores: dict[str, list[Run]] = {}
     repeats: dict[str, list[Run]] = {}
-    for run in tape.runs:
+    for run in trace.runs:
         if run.place.group == BEFORE:
             befores.setdefault(run.place.phase, []).append(run)
         elif run.place.group == REPEATED:
@@ -42,22 +42,22 @@ def unroll(tape: Tape, copies: int) -> Tape:
         for phase, runs in repeats.items()
         for run, before in zip(runs, befores.get(phase, []), strict=True)
     }
-    for run in tape.runs:
+    for run in trace.runs:
         if run.place.group == REPEATED:
             unrolled.repeat(run, pairs[id(run)])
         else:
             unrolled.keep(run)
-    return unrolled.tape
+    return unrolled.trace
 
 
-def _twins(tape: Tape) -> dict[int, int]:
+def _twins(trace: AllocationTrace) -> dict[int, int]:
     """Maps each block of the second group to the corresponding block of the third.
 
     Raises:
         NotUniform: a block has no counterpart, or one of another size.
     """
     runs: dict[tuple[str, int], list[Run]] = {}
-    for run in tape.runs:
+    for run in trace.runs:
         if run.place.group in (BEFORE, REPEATED):
             runs.setdefault((run.place.phase, run.place.group), []).append(run)
     twins: dict[int, int] = {}
@@ -69,7 +69,7 @@ def _twins(tape: Tape) -> dict[int, int]:
             for a, b in zip(one.events, other.events, strict=True):
                 if a.allocates != b.allocates:
                     raise NotUniform(f"{phase}: the groups allocate in different orders")
-                if a.allocates and not _alike(tape.blocks[a.block], tape.blocks[b.block]):
+                if a.allocates and not _alike(trace.blocks[a.block], trace.blocks[b.block]):
                     raise NotUniform(f"{phase}: the groups allocate different sizes")
                 if a.allocates:
                     twins[a.block] = b.block
@@ -82,15 +82,15 @@ def _alike(one: Block, other: Block) -> bool:
 
 @dataclass
 class _Unrolled:
-    """Builds the longer tape."""
+    """Builds the longer trace."""
 
-    source: Tape
+    source: AllocationTrace
     copies: int
     twins: dict[int, int]
     freed_in: dict[int, int | None]
-    tape: Tape = field(default_factory=Tape)
+    trace: AllocationTrace = field(default_factory=AllocationTrace)
     _numbers: dict[tuple[int, int], int] = field(default_factory=dict)
-    """A block's number on the new tape, by its number on the source tape and its copy."""
+    """A block's number in the new trace, by its number in the source trace and its copy."""
 
     def __post_init__(self) -> None:
         self._originals = {twin: original for original, twin in self.twins.items()}
@@ -105,7 +105,7 @@ class _Unrolled:
                 events.extend(self._old(block, copy) for copy in self._copies_freed(block, run))
             else:
                 events.append(self._old(block, 0))
-        self.tape.runs.append(Run(run.place, events))
+        self.trace.runs.append(Run(run.place, events))
 
     def repeat(self, run: Run, before: Run) -> None:
         """Adds a run once for each copy; `before` is the corresponding run of the second group."""
@@ -117,7 +117,7 @@ class _Unrolled:
                 else self._freed(event.block, other.block, copy)
                 for event, other in zip(run.events, before.events, strict=True)
             ]
-            self.tape.runs.append(Run(run.place, events))
+            self.trace.runs.append(Run(run.place, events))
 
     def _freed(self, block: int, counterpart: int, copy: int) -> Event:
         """The block that a copy frees where the third group frees `block` and the second group frees
@@ -153,8 +153,8 @@ class _Unrolled:
         return self._originals[block]
 
     def _new(self, block: int, copy: int) -> Event:
-        self.tape.blocks.append(self.source.blocks[block])
-        number = len(self.tape.blocks) - 1
+        self.trace.blocks.append(self.source.blocks[block])
+        number = len(self.trace.blocks) - 1
         self._numbers[block, copy] = number
         return Event(number, True)
 

@@ -24,12 +24,12 @@ from workers.training.distributed.shares import WindowWork
 from workers.training.exceptions import CannotTrain, InterruptionRequested, OtherRankFailed, RanksMustRestart
 from workers.training.gradients.noise_scale import Measurement
 from workers.training.losses.objectives import MEASURED
-from workers.training.losses.window_scope import observe_window
+from workers.training.losses.window_scope import run_prepass
 from workers.training.micro_batches.batches import Groups, needs_parting, tokens_of, without_first
 from workers.training.models.trainable import recompute_activations
 from workers.training.passes import filler, passes_of_rank
 from workers.training.recovery import guards
-from workers.training.recovery.decision import Observed, Verdict, decide
+from workers.training.recovery.decision import Verdict, WindowOutcome, decide
 from workers.training.training_run import TrainingRun
 from workers.training.window import WindowResult
 
@@ -90,16 +90,18 @@ def train_window(training: TrainingRun, window: Indices, denominator: float) -> 
         groups = divide(training, window, measured=measures)
         cost = _cost(training, window, groups)
         with contextlib.nullcontext() if cost is None else training.group.limited_waiting(cost):
-            observed, added = observe(training, window, groups, denominator, record_first_norm=measures)
-        verdict = decide(observed, scale_can_fall=own.scale_can_fall, accept=accept)
+            outcome, added = accumulate_on_all_ranks(
+                training, window, groups, denominator, record_first_norm=measures
+            )
+        verdict = decide(outcome, scale_can_fall=own.scale_can_fall, accept=accept)
         if verdict is Verdict.INTERRUPT:
             raise InterruptionRequested
         if verdict is Verdict.REPLAY_IN_LESS_MEMORY:
-            reduce_memory(training, groups, observed.out_of_memory_on, training.loader.lengths(window))
+            reduce_memory(training, groups, outcome.out_of_memory_on, training.loader.lengths(window))
             continue
-        assert observed.totals is not None
+        assert outcome.totals is not None
         assert added is not None
-        result = guards.finish(own, observed.totals, verdict)
+        result = guards.finish(own, outcome.totals, verdict)
         if verdict is not Verdict.REPLAY_AT_LOWER_LOSS_SCALE:
             seconds = time.perf_counter() - began
             if cost is not None:
@@ -111,14 +113,14 @@ def train_window(training: TrainingRun, window: Indices, denominator: float) -> 
         training.reporter.event("overflow", "fp16 overflow: the window is replayed at half the loss scale.")
 
 
-def observe(
+def accumulate_on_all_ranks(
     training: TrainingRun,
     window: Indices,
     groups: list[Groups],
     denominator: float,
     *,
     record_first_norm: bool = False,
-) -> tuple[Observed, WindowCost | None]:
+) -> tuple[WindowOutcome, WindowCost | None]:
     """Accumulates a window on all ranks and returns what happened; after a failure, its tensors are
     released."""
     replica, added = training.replica, None
@@ -139,7 +141,7 @@ def observe(
         if replica.is_sharded:
             raise restart_in_less_memory(training, window, groups) from error
         out_of_memory = True
-    return replica.window.observe(
+    return replica.window.sum_over_ranks(
         out_of_memory=out_of_memory, interruption_requested=interruption_requested
     ), added
 
@@ -176,7 +178,7 @@ def accumulate(
         exchange_early=training.group.size > 1 and not (record_first_norm and len(own) == 1),
         measures=0 if replica.token_loss.objective is None else MEASURED,
     )
-    observe_window(training, window, groups, training.group)
+    run_prepass(training, window, groups, training.group)
     training.seed_window()
     reporter.begin_window()
     batches = training.loader.micro_batches(window, own)
@@ -198,7 +200,7 @@ def accumulate(
     for _ in range(together - len(own)):
         replica.add_nothing(filler(training, window))
     replica.stopwatch.end()
-    replica.window.settle()
+    replica.window.wait_until_added()
     return WindowCost(data_seconds, padded_tokens, replica.stopwatch.seconds, replica.stopwatch.laps)
 
 

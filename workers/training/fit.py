@@ -256,7 +256,7 @@ def save_checkpoint(training: TrainingRun) -> None:
     disk."""
     state, replica = training.state, training.replica
     if replica.loss_scale is not None:
-        state.loss_scale.value = replica.loss_scale.settled
+        state.loss_scale.value = replica.loss_scale.value_before_window
         state.loss_scale.good_windows = replica.loss_scale.good_windows
     content = checkpoint.collect(replica.parameters, replica.optimizer)
     if not training.group.leads:

@@ -42,12 +42,12 @@ def filler(training: TrainingRun, window: Indices) -> MicroBatch:
     return training.loader.fetch([int(shortest)])
 
 
-def observe_micro_batches(
+def run_each_micro_batch(
     training: TrainingRun,
     window: Indices,
     groups: list[Groups],
     group: Group,
-    observe: Callable[[list[int]], None],
+    run: Callable[[list[int]], None],
     take_part: Callable[[MicroBatch], None],
 ) -> None:
     """Runs a forward pass of each of this rank's micro-batches, before the passes that add to the gradient.
@@ -55,7 +55,7 @@ def observe_micro_batches(
     Args:
         window: indices of the window's samples.
         groups: the micro-batches of each rank, as positions in the window.
-        observe: called with the samples of each micro-batch.
+        run: called with the samples of each micro-batch.
         take_part: called where only other ranks have a micro-batch left.
 
     Raises:
@@ -66,7 +66,7 @@ def observe_micro_batches(
     with failing_together(group, is_sharded=training.replica.is_sharded):
         for each in own:
             training.check_interruption()
-            observe(window[each].tolist())
+            run(window[each].tolist())
         for _ in range(passes_of_rank(training, groups) - len(own)):
             take_part(filler(training, window))
 

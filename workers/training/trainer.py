@@ -25,6 +25,7 @@ from workers.run_directory import (
     RunDirectory,
     RunDirectoryInUse,
 )
+from workers.training.devices.lost_device import is_device_lost
 from workers.training.distributed.independent import PART_VARIABLE, train_replicas
 from workers.training.distributed.rank_launcher import (
     RENDEZVOUS_VARIABLE,
@@ -42,14 +43,6 @@ from workers.training.processes.process_tree import run_sandboxed
 
 log = logging.getLogger("accrue.trainer")
 
-
-_DEVICE_LOST = (
-    "uncorrectable ecc error", "fallen off the bus", "gpu is lost", "device is lost",
-    "no cuda-capable device", "devices are busy or unavailable",
-    "device(s) is/are busy or unavailable", "unknown error",
-    "hardware stack error", "nvlink error", "contained memory error",
-)  # fmt: skip
-"""CUDA's messages for errors of the device, not of the program (CUDA runtime API, error codes)."""
 
 _NOT_DETERMINISTIC = "does not have a deterministic implementation"
 """What PyTorch says of an operation that deterministic algorithms exclude, after the operation's name."""
@@ -253,6 +246,6 @@ def _crash(error: Exception, run: RunDirectory) -> Failure:
             "each time. Leave deterministic out: a resume then equals an uninterrupted run up to rounding"
         )
         return Failure(code="not_deterministic", message=message, permanent=True)
-    lost = isinstance(error, RuntimeError) and any(sign in first.lower() for sign in _DEVICE_LOST)
+    lost = isinstance(error, RuntimeError) and is_device_lost(first)
     code = "device_lost" if lost else "trainer_crashed"
     return Failure(code=code, message=f"{type(error).__name__}: {first}", permanent=False)

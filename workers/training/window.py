@@ -31,7 +31,7 @@ from workers.training.devices import memory
 from workers.training.devices.stopwatch import Stopwatch
 from workers.training.distributed.group import ALONE, Group
 from workers.training.gradients.gradient_sums import Gradients, InPlace
-from workers.training.recovery.decision import Observed, Totals, Verdict, decide
+from workers.training.recovery.decision import Totals, Verdict, WindowOutcome, decide
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class LossScale:
     """The loss scale at which the current window first overflowed."""
 
     @property
-    def settled(self) -> float:
+    def value_before_window(self) -> float:
         """The scale at which the current window began, which a checkpoint keeps: after a resume, the whole
         window runs again."""
         return self._before or self.value
@@ -283,10 +283,10 @@ class Window:
         if self._exchanges_early and self._passes == self._expected_passes:
             self._gradients.begin_last()
 
-    def settle(self) -> None:
+    def wait_until_added(self) -> None:
         """Waits for gradients that are still being added after the last backward pass. Called where running
         out of memory is handled."""
-        self._gradients.settle()
+        self._gradients.wait_until_added()
 
     def record_first_norm(self) -> None:
         """Records the norm of the gradient so far as `WindowResult.first_norm`. Reads nothing back from the
@@ -300,12 +300,14 @@ class Window:
         Args:
             accept: called with the loss if loss and gradient are finite; returns False to skip the window.
         """
-        observed = self.observe()
-        assert observed.totals is not None, "every rank closes a window that it has accumulated"
-        verdict = decide(observed, scale_can_fall=self.scale_can_fall, accept=accept)
-        return self.finish(observed.totals, verdict)
+        outcome = self.sum_over_ranks()
+        assert outcome.totals is not None, "every rank closes a window that it has accumulated"
+        verdict = decide(outcome, scale_can_fall=self.scale_can_fall, accept=accept)
+        return self.finish(outcome.totals, verdict)
 
-    def observe(self, *, out_of_memory: bool = False, interruption_requested: bool = False) -> Observed:
+    def sum_over_ranks(
+        self, *, out_of_memory: bool = False, interruption_requested: bool = False
+    ) -> WindowOutcome:
         """Sums the window over all ranks. Every rank calls it once per window, even if it failed.
 
         Args:
@@ -316,12 +318,12 @@ class Window:
             What happened on any rank; the totals are None if any of them failed.
         """
         failed = self.exchange(out_of_memory=out_of_memory, interruption_requested=interruption_requested)
-        return failed or Observed(self.totals())
+        return failed or WindowOutcome(self.totals())
 
     def exchange(
         self, *, out_of_memory: bool = False, interruption_requested: bool = False
-    ) -> Observed | None:
-        """Replaces the gradient by its sum over all ranks: the first part of `observe()`.
+    ) -> WindowOutcome | None:
+        """Replaces the gradient by its sum over all ranks: the first part of `sum_over_ranks()`.
 
         Returns:
             What happened if any rank failed, and the window was abandoned; None if all did their part.
@@ -336,7 +338,7 @@ class Window:
             self._gradients.exchange(flags[group.size :], discard=discard)
         if discard:
             self.abandon()
-            return Observed(out_of_memory_on=out_of_memory_on, interruption_requested=stop)
+            return WindowOutcome(out_of_memory_on=out_of_memory_on, interruption_requested=stop)
         return None
 
     @property
@@ -394,7 +396,7 @@ class Window:
         del gradients
         self._optimizer_watch.begin()
         with record_function("accrue.optimizer"):
-            self._gradients.deliver()
+            self._gradients.assign_to_parameters()
             self._optimizer.step()
         self._optimizer_watch.end()
 

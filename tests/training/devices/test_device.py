@@ -61,8 +61,8 @@ def test_the_simulation_repeats_grouped_heads_where_the_trainer_does() -> None:
     kept = {}
     for precision in ("fp32", "bf16"):
         recipe = Recipe(device="cuda", precision=precision)
-        tape = Simulation(config, recipe, Depth(layers, layers, 0)).trace(2, 128)
-        shapes = [block.size for block in tape.blocks]
+        trace = Simulation(config, recipe, Depth(layers, layers, 0)).trace(2, 128)
+        shapes = [block.size for block in trace.blocks]
         head = 2 * 128 * (config["hidden_size"] // 8) * (4 if precision == "fp32" else 2)
         kept[precision] = shapes.count(8 * head)
     assert kept["fp32"] > kept["bf16"]

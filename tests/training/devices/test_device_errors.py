@@ -6,8 +6,8 @@ import torch
 from app.planning.devices import GIB
 from workers.training.devices.device import check_cuda
 from workers.training.devices.device_errors import is_out_of_memory, memory_of_others
+from workers.training.devices.lost_device import is_device_lost
 from workers.training.exceptions import CannotTrain
-from workers.training.trainer import _DEVICE_LOST
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_a_gpu_that_was_there_and_is_gone_is_lost(
     monkeypatch.setattr(torch.cuda, "init", fail)
     with pytest.raises(RuntimeError if is_lost else CannotTrain) as raised:
         check_cuda()
-    assert any(sign in str(raised.value).lower() for sign in _DEVICE_LOST) == is_lost
+    assert is_device_lost(str(raised.value)) == is_lost
 
 
 def test_memory_that_other_processes_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

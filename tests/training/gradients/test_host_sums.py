@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+
 from workers.training.gradients import host_sums
 from workers.training.gradients.gradient_sums import SeparateAccumulator
 from workers.training.gradients.host_sums import HostSums
-
 from workers.training.window import Clipping, Window
 
 CPU = torch.device("cpu")
@@ -138,7 +138,7 @@ def test_a_failure_after_the_last_pass_is_found_before_the_window_is_closed() ->
     window.open(denominator=1.0)
     window.add(layer(torch.ones(1, 3)).sum())
     with pytest.raises(RuntimeError, match="out of memory"):
-        window.settle()
+        window.wait_until_added()
     window.abandon()
     gradients.release()
 

@@ -1,9 +1,10 @@
-"""One decision for each window, from all that was observed of it."""
+"""One decision for each window, from all that was outcome of it."""
 
 from math import inf, nan
 
 import pytest
-from workers.training.recovery.decision import Observed, Totals, Verdict, decide
+
+from workers.training.recovery.decision import Totals, Verdict, WindowOutcome, decide
 
 
 @pytest.mark.parametrize(
@@ -22,10 +23,10 @@ from workers.training.recovery.decision import Observed, Totals, Verdict, decide
 def test_a_complete_window_is_applied_replayed_or_skipped(
     totals: Totals, scale_can_fall: bool, verdict: Verdict
 ) -> None:
-    found = decide(Observed(totals), scale_can_fall=scale_can_fall, accept=lambda loss: loss < 5)
+    found = decide(WindowOutcome(totals), scale_can_fall=scale_can_fall, accept=lambda loss: loss < 5)
     assert found is verdict
 
 
 def test_a_stop_takes_precedence_over_out_of_memory_and_that_over_non_finite_values() -> None:
-    assert decide(Observed(interruption_requested=True, out_of_memory_on=(0,))) is Verdict.INTERRUPT
-    assert decide(Observed(Totals(nan, nan), out_of_memory_on=(0,))) is Verdict.REPLAY_IN_LESS_MEMORY
+    assert decide(WindowOutcome(interruption_requested=True, out_of_memory_on=(0,))) is Verdict.INTERRUPT
+    assert decide(WindowOutcome(Totals(nan, nan), out_of_memory_on=(0,))) is Verdict.REPLAY_IN_LESS_MEMORY

@@ -11,7 +11,7 @@ import pytest
 from app.planning.devices import Device
 from tests.harness.runs import create_run
 from workers.executors.node import _Launch, _run
-from workers.executors.protocol import Found, Launch
+from workers.executors.protocol import Launch, LaunchStatus
 from workers.executors.remote_trainer import RemoteTrainer, Terms, handle_of
 from workers.executors.shared_files import LaunchOrder, NewerLaunch, NodeEnd, SharedFiles
 from workers.run_directory import DISK_FULL, IN_USE, INTERRUPTED, LOST_RANK, RANKS_MUST_RESTART
@@ -22,7 +22,7 @@ class Engine:
 
     name = "engine"
 
-    def __init__(self, answer: Callable[[], Found]) -> None:
+    def __init__(self, answer: Callable[[], LaunchStatus]) -> None:
         self._answer = answer
         self.submitted: list[str] = []
         self.cancelled: list[str] = []
@@ -36,7 +36,7 @@ class Engine:
     def submit(self, launch: Launch) -> None:
         self.submitted.append(launch.handle)
 
-    def poll(self, handle: str) -> Found:
+    def poll(self, handle: str) -> LaunchStatus:
         return self._answer()
 
     def cancel(self, handle: str) -> None:
@@ -62,8 +62,8 @@ def status_of(trainer: RemoteTrainer, seconds: float = 20.0) -> int:
     return status
 
 
-def running() -> Found:
-    return Found("running")
+def running() -> LaunchStatus:
+    return LaunchStatus("running")
 
 
 @pytest.mark.parametrize(
@@ -99,11 +99,11 @@ def test_a_report_counts_even_if_the_engine_has_already_said_that_the_launch_end
     files = SharedFiles(tmp_path / "launches")
     reported: list[bool] = []
 
-    def ends_just_before_the_answer() -> Found:
+    def ends_just_before_the_answer() -> LaunchStatus:
         if not reported:
             reported.append(True)
             files.write_end(0, NodeEnd(handle=handle_of("ftjob-1", 1), status=status))
-        return Found("ended", "COMPLETED")
+        return LaunchStatus("ended", "COMPLETED")
 
     assert status_of(launched(tmp_path, Engine(ends_just_before_the_answer), nodes=1)) == status
 
@@ -125,7 +125,7 @@ def test_all_ranks_start_again_in_a_launch_of_their_own(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_what_a_lost_launch_has_printed_last_is_in_the_message(tmp_path: Path, nodes: int) -> None:
-    trainer = launched(tmp_path, Engine(lambda: Found("ended", "OUT_OF_MEMORY")), nodes)
+    trainer = launched(tmp_path, Engine(lambda: LaunchStatus("ended", "OUT_OF_MEMORY")), nodes)
     assert status_of(trainer) == 1
     failure = trainer._run.failure()
     assert failure is not None
@@ -137,7 +137,7 @@ def test_what_a_lost_launch_has_printed_last_is_in_the_message(tmp_path: Path, n
 
 
 def test_an_engine_that_took_the_devices_away_is_not_the_job_s_failure(tmp_path: Path) -> None:
-    trainer = launched(tmp_path, Engine(lambda: Found("ended", "NODE_FAIL", was_evicted=True)))
+    trainer = launched(tmp_path, Engine(lambda: LaunchStatus("ended", "NODE_FAIL", was_evicted=True)))
     assert status_of(trainer) == INTERRUPTED
     assert trainer.evicted_because == "engine took its devices away (NODE_FAIL)"
     assert trainer._run.failure() is None
@@ -231,11 +231,11 @@ def test_a_request_that_comes_while_the_engine_answers_does_not_make_the_worker_
     trainers: list[RemoteTrainer] = []
     asked: list[float] = []
 
-    def answer() -> Found:
+    def answer() -> LaunchStatus:
         asked.append(time.monotonic())
         if len(asked) == 2:
             trainers[0].interrupt(60.0)
-        return Found("running" if len(asked) < 4 else "unknown")
+        return LaunchStatus("running" if len(asked) < 4 else "unknown")
 
     trainers.append(launched(tmp_path, Engine(answer), nodes=1))
     assert status_of(trainers[0]) == INTERRUPTED

@@ -14,7 +14,7 @@ from app.settings import Settings
 from workers.executors import protocol
 from workers.executors.choose import executor_of
 from workers.executors.commands import passed_on
-from workers.executors.protocol import Executor, Found, Launch, Refused, Unreachable
+from workers.executors.protocol import Executor, Launch, LaunchStatus, Refused, Unreachable
 from workers.executors.ray_cluster import LOST_NODE, RayExecutor
 from workers.executors.slurm import SlurmExecutor
 
@@ -80,18 +80,18 @@ def program(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, script: st
 @pytest.mark.parametrize(
     ("printed", "found"),
     [
-        ("", Found("unknown")),
-        ("PENDING|Priority", Found("waiting", "Priority")),
-        ("RUNNING|None", Found("running")),
-        ("COMPLETED|None", Found("ended", "COMPLETED")),
-        ("PREEMPTED|None", Found("ended", "PREEMPTED", was_evicted=True)),
-        ("NODE_FAIL|NodeDown", Found("ended", "NODE_FAIL, NodeDown", was_evicted=True)),
-        ("FAILED|NonZeroExitCode", Found("ended", "FAILED, NonZeroExitCode")),
-        ("CANCELLED|None\nRUNNING|None", Found("running")),
+        ("", LaunchStatus("unknown")),
+        ("PENDING|Priority", LaunchStatus("waiting", "Priority")),
+        ("RUNNING|None", LaunchStatus("running")),
+        ("COMPLETED|None", LaunchStatus("ended", "COMPLETED")),
+        ("PREEMPTED|None", LaunchStatus("ended", "PREEMPTED", was_evicted=True)),
+        ("NODE_FAIL|NodeDown", LaunchStatus("ended", "NODE_FAIL, NodeDown", was_evicted=True)),
+        ("FAILED|NonZeroExitCode", LaunchStatus("ended", "FAILED, NonZeroExitCode")),
+        ("CANCELLED|None\nRUNNING|None", LaunchStatus("running")),
     ],
 )
 def test_what_slurm_says_of_a_job(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, printed: str, found: Found
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, printed: str, found: LaunchStatus
 ) -> None:
     program(tmp_path, monkeypatch, "squeue", f"printf '%s\\n' '{printed}'")
     assert SlurmExecutor(GPUS).poll("accrue-1") == found
@@ -174,7 +174,7 @@ def test_ray_offers_the_devices_of_the_nodes_that_are_alive(ray: RayExecutor, cl
 
 
 def test_a_launch_in_ray(ray: RayExecutor, cluster: Cluster) -> None:
-    assert ray.poll(LAUNCH.handle) == Found("unknown")
+    assert ray.poll(LAUNCH.handle) == LaunchStatus("unknown")
     ray.submit(LAUNCH)
     ray.submit(LAUNCH)
     ((name, job),) = cluster.jobs.items()
@@ -182,14 +182,14 @@ def test_a_launch_in_ray(ray: RayExecutor, cluster: Cluster) -> None:
     assert "--nodes 2 --devices 4 --gpus" in job["entrypoint"]
     assert ray.poll(name).state == "waiting"
     job["status"] = "RUNNING"
-    assert ray.poll(name) == Found("running")
+    assert ray.poll(name) == LaunchStatus("running")
     job |= {"status": "FAILED", "message": "exit code 69", "driver_exit_code": LOST_NODE}
-    assert ray.poll(name) == Found("ended", "exit code 69", was_evicted=True)
+    assert ray.poll(name) == LaunchStatus("ended", "exit code 69", was_evicted=True)
 
 
 @pytest.mark.parametrize(("status", "kind"), [(400, Refused), (500, Unreachable), (503, Unreachable)])
 def test_what_ray_refuses(ray: RayExecutor, cluster: Cluster, status: int, kind: type[Exception]) -> None:
-    ray.poll = lambda handle: Found("unknown")  # type: ignore[method-assign]
+    ray.poll = lambda handle: LaunchStatus("unknown")  # type: ignore[method-assign]
     cluster.status = status
     with pytest.raises(kind, match="ValueError"):
         ray.submit(LAUNCH)

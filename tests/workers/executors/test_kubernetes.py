@@ -11,7 +11,7 @@ from app.errors import BadSetting
 from app.planning.devices import Device
 from app.settings import Settings
 from workers.executors.kubernetes import KubernetesExecutor, _found
-from workers.executors.protocol import Found, Launch, Refused, Unreachable
+from workers.executors.protocol import Launch, LaunchStatus, Refused, Unreachable
 
 LAUNCH = Launch("accrue-ftjob-0a1b-2.3", Path("/data/runs/ftjob-0a1b"), 2, 4, True, 45.0)
 
@@ -62,24 +62,24 @@ CONDITION = {"status": "True"}
 @pytest.mark.parametrize(
     ("status", "found"),
     [
-        ({}, Found("waiting", "its pods are not ready")),
-        ({"active": 2, "ready": 0}, Found("waiting", "its pods are not ready")),
-        ({"active": 2, "ready": 2}, Found("running")),
-        ({"jobsStatus": [{"name": "node", "active": 2, "ready": 2}]}, Found("running")),
-        ({"conditions": [{"type": "Complete", **CONDITION}]}, Found("ended", "Complete")),
-        ({"conditions": [{"type": "Complete", "status": "False"}], "ready": 1}, Found("running")),
-        ({"conditions": [{"type": "Suspended", **CONDITION}]}, Found("waiting", "suspended")),
+        ({}, LaunchStatus("waiting", "its pods are not ready")),
+        ({"active": 2, "ready": 0}, LaunchStatus("waiting", "its pods are not ready")),
+        ({"active": 2, "ready": 2}, LaunchStatus("running")),
+        ({"jobsStatus": [{"name": "node", "active": 2, "ready": 2}]}, LaunchStatus("running")),
+        ({"conditions": [{"type": "Complete", **CONDITION}]}, LaunchStatus("ended", "Complete")),
+        ({"conditions": [{"type": "Complete", "status": "False"}], "ready": 1}, LaunchStatus("running")),
+        ({"conditions": [{"type": "Suspended", **CONDITION}]}, LaunchStatus("waiting", "suspended")),
         (
             {"conditions": [{"type": "Failed", "reason": "BackoffLimitExceeded", **CONDITION}]},
-            Found("ended", "BackoffLimitExceeded"),
+            LaunchStatus("ended", "BackoffLimitExceeded"),
         ),
         (
             {"conditions": [{"type": "Failed", "reason": "PodFailurePolicy", "message": "x", **CONDITION}]},
-            Found("ended", "x", was_evicted=True),
+            LaunchStatus("ended", "x", was_evicted=True),
         ),
     ],
 )
-def test_a_status_is_understood(status: dict[str, Any], found: Found) -> None:
+def test_a_status_is_understood(status: dict[str, Any], found: LaunchStatus) -> None:
     assert _found(status) == found
 
 
@@ -94,9 +94,9 @@ def kubectl(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
 def test_kubectl_s_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = executor(tmp_path)
     kubectl(tmp_path, monkeypatch, 'echo \'{"items": [{"status": {"ready": 1}}]}\'')
-    assert engine.poll(LAUNCH.handle) == Found("running")
+    assert engine.poll(LAUNCH.handle) == LaunchStatus("running")
     kubectl(tmp_path, monkeypatch, "echo '{\"items\": []}'")
-    assert engine.poll(LAUNCH.handle) == Found("unknown")
+    assert engine.poll(LAUNCH.handle) == LaunchStatus("unknown")
     kubectl(tmp_path, monkeypatch, "echo 'Unable to connect to the server: dial tcp' >&2; exit 1")
     with pytest.raises(Unreachable, match="Unable to connect"):
         engine.submit(LAUNCH)

@@ -14,7 +14,7 @@ from app.planning.devices import Device
 from tests.harness.runs import create_run, log_of, small_data, until
 from tests.harness.specs import make_spec
 from workers.executors.process import ProcessExecutor, _processes
-from workers.executors.protocol import Found, Launch, Refused, Unreachable
+from workers.executors.protocol import Launch, LaunchStatus, Refused, Unreachable
 from workers.executors.remote_trainer import RemoteTrainer, Terms, handle_of
 from workers.executors.shared_files import SharedFiles
 from workers.run_directory import INTERRUPTED, RunDirectory
@@ -30,7 +30,7 @@ class Engine(ProcessExecutor):
 
     def __init__(self) -> None:
         super().__init__([Device("process:0", "CPU", 2**33, "cpu")])
-        self.answer: Found | None = None
+        self.answer: LaunchStatus | None = None
         self.is_reachable = True
         self.fails_after_submitting = False
         self.refuses = False
@@ -47,7 +47,7 @@ class Engine(ProcessExecutor):
             self.fails_after_submitting = False
             raise Unreachable("the answer was lost")
 
-    def poll(self, handle: str) -> Found:
+    def poll(self, handle: str) -> LaunchStatus:
         self._check()
         return self.answer or super().poll(handle)
 
@@ -142,10 +142,11 @@ def test_a_refused_launch_fails_with_the_engine_s_reason(worker: Worker) -> None
 
 
 @pytest.mark.parametrize(
-    "answer", [Found("unknown"), pytest.param(Found("ended", "COMPLETED"), marks=pytest.mark.slow)]
+    "answer",
+    [LaunchStatus("unknown"), pytest.param(LaunchStatus("ended", "COMPLETED"), marks=pytest.mark.slow)],
 )
 def test_a_trainer_that_the_engine_has_lost_is_over_before_the_job_is_tried_again(
-    tmp_path: Path, answer: Found
+    tmp_path: Path, answer: LaunchStatus
 ) -> None:
     worker = Worker(tmp_path, Engine())
     worker.run = create_run(tmp_path / "long", make_spec(data=small_data(), max_steps=100_000))
@@ -162,7 +163,7 @@ def test_a_trainer_that_the_engine_has_lost_is_over_before_the_job_is_tried_agai
 
 @pytest.mark.slow
 def test_an_engine_that_calls_an_ended_trainer_running_is_not_believed(worker: Worker) -> None:
-    worker.engine.answer = Found("running")
+    worker.engine.answer = LaunchStatus("running")
     assert worker.wait(worker.launch()) == 0
 
 

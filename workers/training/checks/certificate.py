@@ -27,14 +27,14 @@ from workers.training.gradients.direct_sums import DirectSums
 from workers.training.gradients.gradient_sums import InPlace
 from workers.training.kernels.selection import own_kernels
 from workers.training.losses.loss import TokenLoss
-from workers.training.losses.window_scope import observe_window
+from workers.training.losses.window_scope import run_prepass
 from workers.training.micro_batches.batches import Groups, cut_window
 from workers.training.models.dropout import without_randomness
 from workers.training.models.model_parts import is_mixture_of_experts
 from workers.training.models.parameters import Parameters
 from workers.training.models.precision import TOLERANCE, copy_in_fp64
 from workers.training.passes import filler, passes_of_rank
-from workers.training.recovery.decision import Observed
+from workers.training.recovery.decision import WindowOutcome
 from workers.training.replica import Replica
 from workers.training.start import whole_model
 from workers.training.training_run import TrainingRun
@@ -88,9 +88,9 @@ def changed_choices(chosen: Sequence[Tensor]) -> int:
 class _Failed(Exception):
     """A rank could not accumulate its part of a split."""
 
-    def __init__(self, groups: list[Groups], observed: Observed) -> None:
+    def __init__(self, groups: list[Groups], outcome: WindowOutcome) -> None:
         super().__init__()
-        self.groups, self.observed = groups, observed
+        self.groups, self.outcome = groups, outcome
 
 
 def certify(training: TrainingRun) -> None:
@@ -134,9 +134,9 @@ def certify(training: TrainingRun) -> None:
         except _Failed as failure:
             failed = failure
         if failed is not None:
-            if failed.observed.interruption_requested:
+            if failed.outcome.interruption_requested:
                 raise InterruptionRequested
-            ranks, lengths = failed.observed.out_of_memory_on, training.loader.lengths(window)
+            ranks, lengths = failed.outcome.out_of_memory_on, training.loader.lengths(window)
             reduce_memory(training, failed.groups, ranks, lengths)
             continue
         error, compression_error = training.group.broadcast((error, compression_error))
@@ -183,20 +183,20 @@ def _all_on_one(training: TrainingRun, window: Indices, plan: list[Groups]) -> G
 
 def _accumulate(
     training: TrainingRun, window: Indices, groups: list[Groups], denominator: float
-) -> Observed | None:
+) -> WindowOutcome | None:
     """Accumulates a split over all ranks. Returns what happened if any of them failed."""
     replica = training.replica
     out_of_memory = interruption_requested = False
     try:
         own = groups[training.group.rank]
         replica.window.open(denominator, len(own), passes=passes_of_rank(training, groups))
-        observe_window(training, window, groups, training.group)
+        run_prepass(training, window, groups, training.group)
         for group in own:
             training.check_interruption()
             replica.add(training.loader.fetch(window[group].tolist()))
         for _ in range(passes_of_rank(training, groups) - len(own)):
             replica.add_nothing(filler(training, window))
-        replica.window.settle()
+        replica.window.wait_until_added()
     except InterruptionRequested:
         interruption_requested = True
     except OtherRankFailed:

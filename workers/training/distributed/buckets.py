@@ -69,7 +69,7 @@ class Buckets:
     def begin_last(self) -> None:
         self._is_last = True
 
-    def settle(self) -> None:
+    def wait_until_added(self) -> None:
         """Every gradient is added during its backward pass."""
 
     def sums(self) -> dict[Tensor, Tensor]:
@@ -90,7 +90,7 @@ class Buckets:
             if parameter not in self._present:
                 parameter.grad = None  # as on one device: the optimizer leaves it as it is
 
-    def deliver(self) -> None:
+    def assign_to_parameters(self) -> None:
         """The gradients are where an optimizer looks for them."""
 
     def clear(self) -> None:

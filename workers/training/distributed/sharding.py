@@ -154,7 +154,7 @@ class ShardedSums:
     def begin_last(self) -> None:
         self._parameters.prepare_pass(is_last=True)
 
-    def settle(self) -> None:
+    def wait_until_added(self) -> None:
         """Every gradient is added during its backward pass."""
 
     def sums(self) -> dict[Tensor, Tensor]:
@@ -166,7 +166,7 @@ class ShardedSums:
     def exchange(self, present: Sequence[bool], *, discard: bool) -> None:
         """They are exchanged already."""
 
-    def deliver(self) -> None:
+    def assign_to_parameters(self) -> None:
         for divided, own in self._pairs:
             own.grad = None if divided.grad is None else divided.grad.to_local()
 

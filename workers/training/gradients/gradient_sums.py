@@ -32,7 +32,7 @@ class Gradients(Protocol):
         """Announces the last backward pass of this rank: each sum may be exchanged as soon as that pass has
         completed it."""
 
-    def settle(self) -> None:
+    def wait_until_added(self) -> None:
         """Waits for gradients that are still being added after the last backward pass.
 
         Raises:
@@ -53,7 +53,7 @@ class Gradients(Protocol):
             discard: whether the window will not be used.
         """
 
-    def deliver(self) -> None:
+    def assign_to_parameters(self) -> None:
         """Puts the sums where an optimizer looks for them."""
 
     def clear(self) -> None:
@@ -83,7 +83,7 @@ class InPlace:
     def begin_last(self) -> None:
         """There is no other rank."""
 
-    def settle(self) -> None:
+    def wait_until_added(self) -> None:
         """Every gradient is added during its backward pass."""
 
     def present(self) -> list[bool]:
@@ -96,7 +96,7 @@ class InPlace:
         """The sum so far of each parameter that has one."""
         return {p: p.grad for p in self._parameters if p.grad is not None}
 
-    def deliver(self) -> None:
+    def assign_to_parameters(self) -> None:
         """Puts the sums where an optimizer looks for them."""
 
     def clear(self) -> None:
@@ -147,7 +147,7 @@ class SeparateAccumulator:
     def begin_last(self) -> None:
         """The sums are exchanged after it."""
 
-    def settle(self) -> None:
+    def wait_until_added(self) -> None:
         if self._background is not None:
             self._background.sums()
 
@@ -177,7 +177,7 @@ class SeparateAccumulator:
         """The sum so far of each parameter that has one."""
         return self._own_sums if self._background is None else self._background.sums()
 
-    def deliver(self) -> None:
+    def assign_to_parameters(self) -> None:
         """Puts the sums where an optimizer looks for them."""
         sums = self.sums()
         for parameter in list(sums):

@@ -14,11 +14,11 @@ from workers.training.distributed.group import Group
 from workers.training.losses.load_balancing_loss import LoadBalancingLoss
 from workers.training.losses.objectives import Objective
 from workers.training.micro_batches.batches import Groups, MicroBatch
-from workers.training.passes import observe_micro_batches
+from workers.training.passes import run_each_micro_batch
 from workers.training.training_run import TrainingRun
 
 
-def observe_window(training: TrainingRun, window: Indices, groups: list[Groups], group: Group) -> None:
+def run_prepass(training: TrainingRun, window: Indices, groups: list[Groups], group: Group) -> None:
     """Determines what the loss of a window needs to know of all of it.
 
     Args:
@@ -53,14 +53,14 @@ def _observe_objective(
     objective.divergence = None
     sums = torch.zeros(2, dtype=torch.float64, device=replica.device)
 
-    def observe(samples: list[int]) -> None:
+    def add_divergence(samples: list[int]) -> None:
         sums.add_(replica.divergence(loader.fetch_mismatches(samples)))
 
     def take_part(batch: MicroBatch) -> None:
         replica.scores(batch)
 
     with record_function("accrue.divergence"):
-        observe_micro_batches(training, window, groups, group, observe, take_part)
+        run_each_micro_batch(training, window, groups, group, add_divergence, take_part)
     if group.size > 1:
         sums = sums.new_tensor(group.sum(sums.tolist()))
     objective.set_divergence(sums)
@@ -76,7 +76,7 @@ def _observe_routing(
     if balance.scope != "window":
         return
     with record_function("accrue.routing"):
-        observe_micro_batches(
+        run_each_micro_batch(
             training,
             window,
             groups,

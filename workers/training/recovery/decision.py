@@ -50,7 +50,7 @@ class Totals:
 
 
 @dataclass(frozen=True)
-class Observed:
+class WindowOutcome:
     """What happened while a window was accumulated; `totals` is None if it was not completed."""
 
     totals: Totals | None = None
@@ -60,7 +60,7 @@ class Observed:
 
 
 def decide(
-    observed: Observed, *, scale_can_fall: bool = False, accept: Callable[[float], bool] | None = None
+    outcome: WindowOutcome, *, scale_can_fall: bool = False, accept: Callable[[float], bool] | None = None
 ) -> Verdict:
     """Decides what happens with a window.
 
@@ -68,11 +68,11 @@ def decide(
         scale_can_fall: whether there is a loss scale above its minimum.
         accept: whether a finite loss may be trained on; None accepts any.
     """
-    if observed.interruption_requested:
+    if outcome.interruption_requested:
         return Verdict.INTERRUPT
-    if observed.out_of_memory_on:
+    if outcome.out_of_memory_on:
         return Verdict.REPLAY_IN_LESS_MEMORY
-    totals = observed.totals
+    totals = outcome.totals
     assert totals is not None, "a window is complete, or one of the above"
     if not isfinite(totals.loss + totals.extra_loss):
         return Verdict.SKIP_NOT_FINITE

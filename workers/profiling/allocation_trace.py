@@ -1,4 +1,4 @@
-"""A tape: what a training step allocates and frees, in order, and what each block is for."""
+"""An allocation trace: what a training step allocates and frees, in order, and what each block is for."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -42,7 +42,7 @@ class Run:
 
 
 @dataclass
-class Tape:
+class AllocationTrace:
     """Blocks by number, and the runs of events that allocate and free them."""
 
     blocks: list[Block] = field(default_factory=list)
@@ -87,14 +87,14 @@ class Peak:
     by_kind: dict[Kind, int]
 
 
-def peaks(tape: Tape) -> list[Peak]:
+def peaks(trace: AllocationTrace) -> list[Peak]:
     """Each run's peak, in order. A run starts with the memory that is live before it."""
     live = dict.fromkeys(KINDS, 0)
     total, found = 0, []
-    for run in tape.runs:
+    for run in trace.runs:
         highest, at_highest = total, dict(live)
         for block, allocates in run.events:
-            own = tape.blocks[block]
+            own = trace.blocks[block]
             change = own.size if allocates else -own.size
             live[own.kind] += change
             total += change
