@@ -162,7 +162,7 @@ def test_work_still_runs_if_namespaces_cannot_be_set_up(tmp_path: Path) -> None:
     """As on systems that let a user create namespaces, and then forbid setting them up."""
     script = SCRIPT.replace(
         "sys.exit(run_sandboxed(",
-        "from workers.training.processes import process_tree\\n"
+        "from workers.training.processes import process_tree\n"
         "def forbidden(): raise PermissionError(1, 'Operation not permitted')\n"
         "process_tree._enter_namespaces = forbidden\n"
         "sys.exit(run_sandboxed(",

@@ -1,4 +1,4 @@
-"""Recognises errors of a GPU that has failed. Imports nothing, so that the trainer can call it at any time."""
+"""Recognises errors of a GPU that has failed. Imports nothing, since torch may not be loaded yet."""
 
 _DEVICE_LOST = (
     "uncorrectable ecc error", "fallen off the bus", "gpu is lost", "device is lost",
