@@ -60,7 +60,8 @@ class Settings(BaseSettings):
     executor: Executor = Field(
         "local",
         description="Where this worker's trainers run: local, on this machine; slurm, ray or kubernetes, on "
-        "the nodes of that engine; process, on this machine as in an engine, to try one out",
+        "the nodes of that engine; process, on this machine, but handled as if in an engine, to try out what "
+        "an engine does",
     )
     executor_devices: str = Field(
         "",

@@ -20,7 +20,7 @@ from app.contract.text import storable, storable_values
 from app.jobs import queue
 from app.jobs.events import next_id
 from app.jobs.transitions import Fence
-from app.storage.compiled import Prepared
+from app.storage.compiled import CompiledStatement
 from app.storage.database import insert_for
 from app.storage.session import Session
 from app.storage.tables import JobEvent, StepMetric
@@ -136,8 +136,10 @@ def ingest(
 
 
 def forget_steps_after(session: Session, fence: Fence, position: Position, last: int) -> None:
-    """Removes what is stored of steps after the last one of a job's model. An earlier attempt made them; the
-    last attempt continued from a checkpoint before them, and a user stopped it earlier.
+    """Removes the stored log lines of steps after the last step of the job's model.
+
+    There are such lines if an earlier attempt made more steps than the last one: the last attempt continued
+    from a checkpoint before those steps, and a user stopped it before it had repeated them.
 
     Args:
         position: how far the run's lines have been read.
@@ -351,7 +353,7 @@ def _upsert(dialect: str) -> Any:
     )
 
 
-_UPSERT = Prepared(_upsert, ["job_id", *LogLine.model_fields])
+_UPSERT = CompiledStatement(_upsert, ["job_id", *LogLine.model_fields])
 
 
 def _event_row(session: Session, job_id: str, offset: int, event: EventLine) -> Insert:

@@ -6,9 +6,9 @@ from itertools import pairwise
 from math import inf
 
 from app.devices import live_workers
-from app.jobs import placement, preemption, queue
-from app.jobs.placement import DeviceId
+from app.jobs import preemption, queue, reservations
 from app.jobs.queue import Offer
+from app.jobs.reservations import DeviceId
 from app.planning.devices import MAX_DEVICES, Device
 from app.settings import Settings
 from app.storage.session import Session
@@ -27,7 +27,7 @@ class Offers:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._reservations = placement.Reservations()
+        self._reservations = reservations.Reservations()
         self.reserved: tuple[preemption.Reserved, ...] = ()
         """The devices that the last offers reserved for queued jobs."""
 
@@ -39,9 +39,11 @@ class Offers:
         jobs: Mapping[DeviceId, str],
         labels: Mapping[str, str],
     ) -> list[Offered]:
-        """The offers for the free devices, in the order in which they are to be made. If all of the worker's
-        devices are free, it also offers them to jobs that need more devices than any worker with
-        the labels that they require has.
+        """The offers for the free devices, in the order in which they are to be made.
+
+        A job may request more devices than any worker with the labels that the job requires has. If all
+        devices of this worker are free, they are offered to such jobs, too; a job then trains on fewer
+        devices than it requested.
 
         Args:
             jobs: the jobs of the devices that are not free, by device.
@@ -56,13 +58,13 @@ class Offers:
         most = MAX_DEVICES if larger else of_worker  # no worker has more than `MAX_DEVICES`
         shrinkable = queue.shrinkable_requirements(session, of_worker, labels, larger) if larger else ()
         there = [*(device.id for device in free), *busy]
-        wanted = placement.needs(
+        wanted = reservations.jobs_to_reserve_for(
             session, self._settings.reserve_after_seconds, there, most, labels, shrinkable, of_worker
         )
-        left = placement.seconds_left(session, list(jobs.values())) if wanted else {}
+        left = reservations.seconds_left(session, list(jobs.values())) if wanted else {}
         expected = {device: left.get(job_id, 0.0) for device, job_id in jobs.items()}
-        found = placement.tiers(
-            self._reservations.known(wanted),
+        found = reservations.tiers(
+            self._reservations.update(wanted),
             [device.id for device in free],
             {device: max(_ALMOST_FREE_SECONDS, expected.get(device, 0.0)) for device in busy},
             len(there),

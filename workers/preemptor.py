@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from app.jobs import preemption
-from app.jobs.placement import DeviceId
+from app.jobs.reservations import DeviceId
 from app.planning.devices import Device
 from app.settings import Settings
 from app.storage.database import Database

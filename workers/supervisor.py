@@ -22,7 +22,7 @@ from app.errors import ReplacedDatabase
 from app.exports import requests as export_requests
 from app.inference import requests
 from app.jobs import events, queue, transitions
-from app.jobs.placement import DeviceId
+from app.jobs.reservations import DeviceId
 from app.jobs.transitions import Fence, LostJob
 from app.planning.devices import Device
 from app.settings import Settings

@@ -31,7 +31,7 @@ from app.storage.objects import ObjectStorage
 from app.storage.session import Session
 from app.storage.tables import Job
 from workers.executors.protocol import Executor, Launch
-from workers.executors.remote_trainer import RemoteTrainer, Terms, handle_of
+from workers.executors.remote_trainer import LaunchParameters, RemoteTrainer, handle_of
 from workers.fetched_run import FetchingTrainer, Inputs, fetch_run, find_inputs
 from workers.leases import Running, Trainer
 from workers.run_directory import RunDirectory
@@ -169,13 +169,15 @@ class TrainerLauncher:
                 fork_server=self.fork_server,
             )
         else:
-            terms = Terms(job.id, job.attempt, silence, grace, network, view)
-            launch = self._launch_in_engine(spec, terms, devices)
-            trainer = RemoteTrainer(self.executor, run, launch, terms, locks)
+            parameters = LaunchParameters(job.id, job.attempt, silence, grace, network, view)
+            launch = self._launch_in_engine(spec, parameters, devices)
+            trainer = RemoteTrainer(self.executor, run, launch, parameters, locks)
         log.info("trainer started", job=job.id, attempt=job.attempt, pid=trainer.pid)
         return Running(fence, devices, trainer, run, lease_until, timeout_at, grace, job.device_count)
 
-    def _launch_in_engine(self, spec: Spec, terms: Terms, devices: tuple[Device, ...]) -> Launch:
+    def _launch_in_engine(
+        self, spec: Spec, parameters: LaunchParameters, devices: tuple[Device, ...]
+    ) -> Launch:
         """One attempt, on as few nodes as `devices_per_node` allows, all with the same number of devices.
         Independent replicas always run on one node."""
         per_node = min(self.settings.devices_per_node, len(devices))
@@ -184,12 +186,12 @@ class TrainerLauncher:
         while len(devices) % per_node:
             per_node -= 1
         return Launch(
-            handle=handle_of(terms.job_id, terms.attempt),
-            folder=self.settings.launches_dir / terms.job_id,
+            handle=handle_of(parameters.job_id, parameters.attempt),
+            folder=self.settings.launches_dir / parameters.job_id,
             nodes=len(devices) // per_node,
             devices_per_node=per_node,
             on_gpus=devices[0].kind == "cuda",
-            grace_seconds=terms.grace_seconds,
+            grace_seconds=parameters.grace_seconds,
         )
 
     def _check_disk_space(self, spec: Spec, job_id: str) -> None:

@@ -15,7 +15,7 @@ from app.datasets import content
 from app.errors import Conflict, NotFound, QuotaExceeded
 from app.settings import Settings
 from app.storage import stored_files, unsettled_files
-from app.storage.compiled import Prepared
+from app.storage.compiled import CompiledStatement
 from app.storage.database import Database, database_now, lock_until_commit
 from app.storage.ids import new_id
 from app.storage.session import OF_EVERYONE, Session
@@ -186,7 +186,7 @@ def _file(dialect: str) -> Any:
     return select(*columns).where(File.id == bindparam("id"), own)
 
 
-_FILE = Prepared(_file)
+_FILE = CompiledStatement(_file)
 
 
 def _unknown(file_id: str, field: str | None) -> NotFound:

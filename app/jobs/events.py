@@ -8,7 +8,7 @@ from sqlalchemy import bindparam, func, insert, select
 
 from app.contract.reports import Level
 from app.contract.text import storable, storable_values
-from app.storage.compiled import Prepared
+from app.storage.compiled import CompiledStatement
 from app.storage.database import database_now
 from app.storage.ids import new_id
 from app.storage.session import Session
@@ -25,8 +25,10 @@ def _insert_event(dialect: str) -> Any:
     return insert(table).values(given | {"created_at": database_now(), "line": None})
 
 
-_INSERT_EVENT = Prepared(_insert_event)
-_LAST = Prepared(lambda dialect: select(func.max(JobEvent.id)).where(JobEvent.job_id == bindparam("job_id")))
+_INSERT_EVENT = CompiledStatement(_insert_event)
+_LAST = CompiledStatement(
+    lambda dialect: select(func.max(JobEvent.id)).where(JobEvent.job_id == bindparam("job_id"))
+)
 _TIME = slice(len("ftevent-"), len("ftevent-") + 14)
 """The slice of an event's id that contains the time."""
 

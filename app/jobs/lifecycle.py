@@ -20,7 +20,7 @@ from app.jobs.events import is_recorded, record_event
 from app.jobs.queue import AGEING_SECONDS, gpu_mask, gpus_of, reclaim_expired
 from app.jobs.transitions import change, get
 from app.statistics import counters
-from app.storage.compiled import Prepared
+from app.storage.compiled import CompiledStatement
 from app.storage.database import database_now, optional_part
 from app.storage.ids import new_id
 from app.storage.session import OF_EVERYONE, Session
@@ -56,8 +56,8 @@ class Submission:
 
 _COLUMNS = Job.__table__.columns
 _IN_JSON = [column.name for column in _COLUMNS if isinstance(column.type, JSON)]
-_NOW = Prepared(lambda dialect: select(database_now()))
-_INSERT = Prepared(lambda dialect: insert(Job), _COLUMNS.keys())
+_NOW = CompiledStatement(lambda dialect: select(database_now()))
+_INSERT = CompiledStatement(lambda dialect: insert(Job), _COLUMNS.keys())
 
 
 def submit(session: Session, submission: Submission) -> Job:

@@ -17,8 +17,8 @@ from sqlalchemy import ColumnElement, and_, case, func, literal, or_, select, up
 from app.contract.states import RequestedAction
 from app.contract.worker_labels import meets
 from app.devices.live_workers import SILENT_SECONDS
-from app.jobs.placement import DeviceId
 from app.jobs.queue import AGEING_SECONDS, gpu_mask, gpus_of, worker_meets
+from app.jobs.reservations import DeviceId
 from app.storage.database import database_now
 from app.storage.session import Session
 from app.storage.tables import Attempt, Job, Worker
@@ -86,7 +86,7 @@ class Room:
 @dataclass(frozen=True)
 class Reserved:
     """Devices that are reserved for a job, and offered only to jobs ahead of its place in the queue
-    (placement.py)."""
+    (reservations.py)."""
 
     job_id: str
     place: float

@@ -39,7 +39,7 @@ from app.jobs.events import record_event, record_event_without_webhook
 from app.jobs.transitions import Fence, LostJob, change, get, held_by
 from app.planning.devices import MAX_DEVICES, MAX_GPU_ID
 from app.statistics import totals
-from app.storage.compiled import Prepared
+from app.storage.compiled import CompiledStatement
 from app.storage.database import database_now, optional_part
 from app.storage.session import Session
 from app.storage.tables import Attempt, Job, Worker
@@ -208,7 +208,7 @@ def _begin_attempt(dialect: str) -> Any:
     return insert(Attempt.__table__).values(given | {"claimed_at": database_now()})  # type: ignore[arg-type]
 
 
-_CLAIM, _BEGIN_ATTEMPT = Prepared(_claim), Prepared(_begin_attempt)
+_CLAIM, _BEGIN_ATTEMPT = CompiledStatement(_claim), CompiledStatement(_begin_attempt)
 
 
 def claim(
@@ -371,7 +371,7 @@ def _count_waiting(dialect: str) -> Any:
     return select(func.count()).select_from(waits.subquery())
 
 
-_COUNT_WAITING = Prepared(_count_waiting)
+_COUNT_WAITING = CompiledStatement(_count_waiting)
 
 
 def lock_job(session: Session, fence: Fence) -> None:

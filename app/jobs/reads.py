@@ -14,7 +14,7 @@ from sqlalchemy import JSON, BindParameter, Connection, Select, String, bindpara
 from sqlalchemy.exc import DBAPIError
 
 from app.errors import NotFound
-from app.storage.compiled import Prepared
+from app.storage.compiled import CompiledStatement
 from app.storage.database import Database
 from app.storage.tables import Job, job_of
 
@@ -126,4 +126,4 @@ def _job(dialect: str) -> Any:
     return select(*_COLUMNS).where(Job.id == bindparam("id"), or_(owner.is_(None), Job.owner == owner))
 
 
-_JOB = Prepared(_job)
+_JOB = CompiledStatement(_job)

@@ -11,7 +11,7 @@ from app.contract.worker_labels import meets
 from app.devices.live_workers import SILENT_SECONDS
 from app.jobs.queue import device_count_of_worker
 from app.jobs.response_schemas import Reason, Waiting
-from app.storage.compiled import Prepared
+from app.storage.compiled import CompiledStatement
 from app.storage.database import database_now
 from app.storage.session import Session
 from app.storage.tables import Job, Worker
@@ -163,5 +163,5 @@ def _by_time(dialect: str) -> object:
     return select(*columns, func.count()).where(Job.status == "queued").group_by(*columns)
 
 
-_AHEAD, _BETWEEN = Prepared(_ahead), Prepared(_between)
-_WORKERS, _BY_TIME = Prepared(_workers), Prepared(_by_time)
+_AHEAD, _BETWEEN = CompiledStatement(_ahead), CompiledStatement(_between)
+_WORKERS, _BY_TIME = CompiledStatement(_workers), CompiledStatement(_by_time)

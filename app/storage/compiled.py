@@ -19,7 +19,7 @@ from app.storage.session import Session
 Row = Mapping[str, Any]
 
 
-class Prepared:
+class CompiledStatement:
     """A statement with named parameters. Values go to the driver as they are: JSON as text.
 
     Args:

@@ -111,7 +111,7 @@ class Database:
 
     @contextmanager
     def connecting(self) -> Iterator[Connection]:
-        """A connection for short queries; `Prepared` ones begin no transaction."""
+        """A connection for short queries; `CompiledStatement` ones begin no transaction."""
         with self.engine.connect() as connection:
             if self.is_sqlite:
                 driver: Any = connection.connection.dbapi_connection

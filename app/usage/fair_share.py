@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from sqlalchemy import bindparam, func, select
 
 from app.statistics.totals import device_seconds
-from app.storage.compiled import Prepared
+from app.storage.compiled import CompiledStatement
 from app.storage.database import database_now
 from app.storage.session import Session
 from app.storage.tables import Attempt, Job, Usage
@@ -84,5 +84,9 @@ def _running(dialect: str) -> Any:
     return select(owner, seconds).join(Attempt, own).where(Job.status == "running").group_by(owner)
 
 
-_WAITING, _ENDED, _RUNNING = Prepared(_waiting), Prepared(_ended), Prepared(_running)
-_NOW = Prepared(lambda dialect: select(database_now()))
+_WAITING, _ENDED, _RUNNING = (
+    CompiledStatement(_waiting),
+    CompiledStatement(_ended),
+    CompiledStatement(_running),
+)
+_NOW = CompiledStatement(lambda dialect: select(database_now()))

@@ -11,7 +11,7 @@ from sqlalchemy import ColumnElement, Connection, Integer, and_, cast, func, lit
 
 from app.errors import NotFound, QuotaExceeded
 from app.statistics.totals import device_seconds
-from app.storage.compiled import Prepared
+from app.storage.compiled import CompiledStatement
 from app.storage.database import database_now
 from app.storage.session import Session
 from app.storage.tables import Attempt, Job, Key, Usage
@@ -103,7 +103,7 @@ def _days_of_month(dialect: str) -> tuple[ColumnElement[Any], ColumnElement[Any]
     return days[0], days[1]
 
 
-_USED_UP = Prepared(_used_up)
+_USED_UP = CompiledStatement(_used_up)
 
 
 def check(session: Session, key_id: str | None) -> None:

@@ -10,9 +10,9 @@ from sqlalchemy import update
 
 from app.devices import live_workers
 from app.jobs import preemption, queue
-from app.jobs.placement import DeviceId
 from app.jobs.preemption import Occupant, QueuedJob, Reserved, Room, WorkerView, room_for
 from app.jobs.queue import AGEING_SECONDS, Offer
+from app.jobs.reservations import DeviceId
 from app.jobs.transitions import Fence
 from app.storage.database import Database, database_now
 from app.storage.tables import Job, Worker

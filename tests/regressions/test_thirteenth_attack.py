@@ -23,7 +23,7 @@ from app.contract import base
 from app.contract.plan import FixedCount, TokenBudget
 from app.contract.reports import Outcome, RankShares
 from app.errors import Conflict, TooManyRequests
-from app.jobs import lifecycle, placement
+from app.jobs import lifecycle, reservations
 from app.jobs.request_schemas import TrainingRequest
 from app.main import create_app
 from app.memory_profiles import profiles
@@ -359,11 +359,11 @@ def test_shares_of_windows_that_were_never_reported_are_forgotten(tmp_path: Path
 def test_devices_are_kept_for_at_most_half_of_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """Although the job before is always about to end, as it says."""
     now = 0.0
-    monkeypatch.setattr(placement.time, "monotonic", lambda: now)
-    keeping, kept = placement.Reservations(), 0.0
+    monkeypatch.setattr(reservations.time, "monotonic", lambda: now)
+    keeping, kept = reservations.Reservations(), 0.0
     while now < 10_000:
-        need = placement.Need(1.0, 2, frozenset(), waited_seconds=60.0 + now, job_id="ftjob-wide")
-        found = placement.tiers(keeping.known([need]), [1], {0: 0.5})
+        job = reservations.WaitingJob(1.0, 2, frozenset(), waited_seconds=60.0 + now, job_id="ftjob-wide")
+        found = reservations.tiers(keeping.update([job]), [1], {0: 0.5})
         keeping.note(found)
         kept += 5.0 if not found[-1].devices else 0.0
         now += 5.0

@@ -12,7 +12,7 @@ from sqlalchemy.exc import DBAPIError, IntegrityError, InvalidRequestError, Oper
 
 from app.settings import Settings
 from app.storage import migrations
-from app.storage.compiled import Prepared
+from app.storage.compiled import CompiledStatement
 from app.storage.database import Database, database_now, is_unavailable
 from app.storage.migrations import alembic_config, current_revision, migrate, newest_revision, upgrade
 from app.storage.tables import Attempt, Base, Configuration, Job
@@ -286,7 +286,7 @@ def open_files() -> int:
 
 
 def test_a_prepared_statement_s_errors_are_sqlalchemy_s(database: Database) -> None:
-    attempt = Prepared(lambda dialect: insert(Attempt), Attempt.__table__.columns.keys())
+    attempt = CompiledStatement(lambda dialect: insert(Attempt), Attempt.__table__.columns.keys())
     row = {"job_id": "ftjob-none", "attempt": 1, "worker_id": "w", "claimed_at": 0.0}
     missing = {"ended_at": None, "plan": None, "outcome": None}
 

@@ -42,7 +42,7 @@ _MOST_LAUNCHES = 30
 
 
 @dataclass(frozen=True)
-class Terms:
+class LaunchParameters:
     """What a trainer may do, and how long its worker may be silent."""
 
     job_id: str
@@ -72,9 +72,14 @@ class RemoteTrainer:
     """
 
     def __init__(
-        self, executor: Executor, run: RunDirectory, launch: Launch, terms: Terms, device_locks: Sequence[int]
+        self,
+        executor: Executor,
+        run: RunDirectory,
+        launch: Launch,
+        parameters: LaunchParameters,
+        device_locks: Sequence[int],
     ) -> None:
-        self._executor, self._run, self._launch, self._terms = executor, run, launch, terms
+        self._executor, self._run, self._launch, self._parameters = executor, run, launch, parameters
         self._files = SharedFiles(launch.folder)
         self._status: int | None = None
         self._killed = False
@@ -156,15 +161,15 @@ class RemoteTrainer:
         return LaunchOrder(
             executor=self._executor.name,
             handle=self._launch.handle,
-            attempt=self._terms.attempt,
+            attempt=self._parameters.attempt,
             run_dir=str(self._run.path),
             assignment_sha256=hashlib.sha256(assignment).hexdigest(),
             nodes=self._launch.nodes,
             devices_per_node=self._launch.devices_per_node,
-            silence_seconds=self._terms.silence_seconds,
+            silence_seconds=self._parameters.silence_seconds,
             grace_seconds=self._launch.grace_seconds,
-            network=self._terms.network,
-            view=self._terms.view,
+            network=self._parameters.network,
+            view=self._parameters.view,
         )
 
     def _follow(self, earlier: LaunchOrder | None) -> None:
@@ -181,7 +186,7 @@ class RemoteTrainer:
                     message = f"the ranks ran out of memory too often: {remedy}"
                     self._fail(Failure(code="out_of_memory", message=message, permanent=True))
                     break
-                handle = handle_of(self._terms.job_id, self._terms.attempt, number)
+                handle = handle_of(self._parameters.job_id, self._parameters.attempt, number)
                 self._launch = replace(self._launch, handle=handle)
                 self._order = self._order.model_copy(update={"handle": handle})
                 self._files.write_launch(self._order)
@@ -194,7 +199,7 @@ class RemoteTrainer:
         except Exception:
             log.exception("the trainer's engine cannot be used", launch=self._launch.handle)
             self._killed = True  # the nodes end without renewals
-            self._wait(self._terms.silence_seconds + _MARGIN_SECONDS)
+            self._wait(self._parameters.silence_seconds + _MARGIN_SECONDS)
             status = 1
         self._status = status
 
@@ -285,7 +290,7 @@ class RemoteTrainer:
 
     def _is_silent(self, margin: float = 0.0) -> bool:
         """Whether the nodes must have noticed that there are no renewals."""
-        return time.monotonic() > self._renewed_at + self._terms.silence_seconds + margin
+        return time.monotonic() > self._renewed_at + self._parameters.silence_seconds + margin
 
     def _status_of(self, ends: dict[int, NodeEnd]) -> int:
         """The exit status of a trainer of which some nodes have failed: the most telling one."""

@@ -19,7 +19,7 @@ from workers.training.data.batch_loader import Indices
 from workers.training.devices import device_errors, memory
 from workers.training.devices.stopwatch import Lap
 from workers.training.distributed.partition import partition, partition_by_length
-from workers.training.distributed.rank_timeout import Cost
+from workers.training.distributed.rank_timeout import WindowSize
 from workers.training.distributed.shares import WindowWork
 from workers.training.exceptions import CannotTrain, InterruptionRequested, OtherRankFailed, RanksMustRestart
 from workers.training.gradients.noise_scale import Measurement
@@ -35,7 +35,7 @@ from workers.training.window import WindowResult
 
 
 @dataclass(frozen=True)
-class WindowCost:
+class RankMeasurements:
     """Time and tokens of this rank's part of a window."""
 
     data_seconds: float
@@ -82,18 +82,18 @@ def train_window(training: TrainingRun, window: Indices, denominator: float) -> 
         InterruptionRequested: an interruption was requested; the window was abandoned.
         CannotTrain: there is no memory for the smallest micro-batch, or for the optimizer's step.
     """
-    spec, own, began = training.assignment.spec, training.replica.window, time.perf_counter()
+    spec, accumulation, began = training.assignment.spec, training.replica.window, time.perf_counter()
     recent = training.state.losses.recent
     accept = guards.spike_filter(recent, spec.loss_spike_zscore) if spec.loss_spike_zscore else None
     while True:
         measures = _measures(training)
         groups = divide(training, window, measured=measures)
-        cost = _cost(training, window, groups)
-        with contextlib.nullcontext() if cost is None else training.group.limited_waiting(cost):
+        size = _size_of(training, window, groups)
+        with contextlib.nullcontext() if size is None else training.group.limited_waiting(size):
             outcome, added = accumulate_on_all_ranks(
                 training, window, groups, denominator, record_first_norm=measures
             )
-        verdict = decide(outcome, scale_can_fall=own.scale_can_fall, accept=accept)
+        verdict = decide(outcome, scale_can_fall=accumulation.scale_can_fall, accept=accept)
         if verdict is Verdict.INTERRUPT:
             raise InterruptionRequested
         if verdict is Verdict.REPLAY_IN_LESS_MEMORY:
@@ -101,11 +101,11 @@ def train_window(training: TrainingRun, window: Indices, denominator: float) -> 
             continue
         assert outcome.totals is not None
         assert added is not None
-        result = guards.finish(own, outcome.totals, verdict)
+        result = guards.close_window(accumulation, outcome.totals, verdict)
         if verdict is not Verdict.REPLAY_AT_LOWER_LOSS_SCALE:
             seconds = time.perf_counter() - began
-            if cost is not None:
-                training.group.note_window(seconds, cost)
+            if size is not None:
+                training.group.note_window(seconds, size)
             measurement = _measurement(training, window, groups, result, denominator)
             work = _work(training, window, groups, added)
             laps = added.laps()
@@ -120,7 +120,7 @@ def accumulate_on_all_ranks(
     denominator: float,
     *,
     record_first_norm: bool = False,
-) -> tuple[WindowOutcome, WindowCost | None]:
+) -> tuple[WindowOutcome, RankMeasurements | None]:
     """Accumulates a window on all ranks and returns what happened; after a failure, its tensors are
     released."""
     replica, added = training.replica, None
@@ -153,7 +153,7 @@ def accumulate(
     denominator: float,
     *,
     record_first_norm: bool = False,
-) -> WindowCost:
+) -> RankMeasurements:
     """Opens a window, and adds every micro-batch of this rank to it; nothing is applied yet.
 
     Args:
@@ -201,7 +201,7 @@ def accumulate(
         replica.add_nothing(filler(training, window))
     replica.stopwatch.end()
     replica.window.wait_until_added()
-    return WindowCost(data_seconds, padded_tokens, replica.stopwatch.seconds, replica.stopwatch.laps)
+    return RankMeasurements(data_seconds, padded_tokens, replica.stopwatch.seconds, replica.stopwatch.laps)
 
 
 def divide(training: TrainingRun, window: Indices, *, measured: bool = False) -> list[Groups]:
@@ -247,7 +247,7 @@ def _of_all_ranks(rules: Sequence[MicroBatchRule]) -> MicroBatchRule:
     return FixedCount(micro_batches=sum(counts)) if isinstance(rules[0], FixedCount) else rules[0]
 
 
-def _cost(training: TrainingRun, window: Indices, groups: list[Groups]) -> Cost | None:
+def _size_of(training: TrainingRun, window: Indices, groups: list[Groups]) -> WindowSize | None:
     """What the window's time depends on; None if that cannot be known: compiling and
     writing a profile can take any amount of time."""
     spec, packed = training.assignment.spec, training.loader.layout.packed
@@ -257,11 +257,11 @@ def _cost(training: TrainingRun, window: Indices, groups: list[Groups]) -> Cost 
     tokens = [[tokens_of(lengths[group], packed) for group in own] for own in groups]
     longest = [[int(lengths[group].max()) for group in own] for own in groups]
     pairs = [sum(map(operator.mul, *both)) for both in zip(tokens, longest, strict=True)]
-    return Cost(max(map(len, groups)), max(map(sum, tokens)), max(pairs))
+    return WindowSize(max(map(len, groups)), max(map(sum, tokens)), max(pairs))
 
 
 def _work(
-    training: TrainingRun, window: Indices, groups: list[Groups], own: WindowCost
+    training: TrainingRun, window: Indices, groups: list[Groups], own: RankMeasurements
 ) -> tuple[WindowWork, ...]:
     """What each rank did in a window."""
     tokens, group = training.loader.samples.tokens, training.group

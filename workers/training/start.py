@@ -26,7 +26,7 @@ from workers.training.checks.loss_checks import (
 )
 from workers.training.checks.packing_check import check_packing, most_samples
 from workers.training.data.batch_loader import Loader
-from workers.training.data.preparation import Prepared, Samples, held_out, of_shard, prepare
+from workers.training.data.preparation import PreparationStatistics, Samples, held_out, of_shard, prepare
 from workers.training.devices.device import device_of
 from workers.training.distributed.group import ALONE, Group
 from workers.training.distributed.shares import Shares
@@ -62,7 +62,7 @@ def start(
     trackers: Trackers,
     interrupted: Interruption,
     group: Group = ALONE,
-) -> tuple[TrainingRun, Prepared]:
+) -> tuple[TrainingRun, PreparationStatistics]:
     """Loads model and data, and resumes from the newest undamaged checkpoint.
 
     Rank 0 prepares the files first; the others then find them ready.
@@ -159,7 +159,7 @@ def _tokenised(
     interrupted: Interruption,
     reporter: Reporter,
     group: Group,
-) -> tuple[Prepared, Samples, Samples | None]:
+) -> tuple[PreparationStatistics, Samples, Samples | None]:
     """The samples to train on and to evaluate on. Rank 0 writes them; the others then find them ready.
 
     Raises:
@@ -353,7 +353,7 @@ def _shares(
 
 def _data(
     run: RunDirectory, assignment: Assignment, tokenizer: Any, interrupted: Interruption, reporter: Reporter
-) -> tuple[Prepared, Samples, Samples | None]:
+) -> tuple[PreparationStatistics, Samples, Samples | None]:
     """The tokenised samples to train on, and those to evaluate on."""
     spec = assignment.spec.data
     taken = held_out(spec, assignment.spec.seed) if spec.held_out() else None

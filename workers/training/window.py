@@ -116,8 +116,8 @@ class WindowResult(Totals):
     seconds: float = 0.0
     """Wall time since `open()`."""
     optimizer_seconds: float = 0.0
-    """The device's time in the optimizer: on a GPU that of the previous window's step, which it makes after
-    the host has gone on, mostly during this window."""
+    """The device's time in the optimizer. On a GPU, this is the time of the previous window's step: the host
+    does not wait for that step, so the GPU computes it mostly while this window runs."""
     memory_bytes: int = 0
     """Memory in use when the window was closed: allocated on a GPU, resident on a CPU."""
 

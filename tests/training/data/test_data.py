@@ -11,7 +11,7 @@ from app.contract.spec import DataSpec
 from tests.harness.data import spec, with_digest_of
 from tests.harness.runs import write_texts
 from workers.training.data import rendering
-from workers.training.data.preparation import Prepared, Samples, prepare
+from workers.training.data.preparation import PreparationStatistics, Samples, prepare
 from workers.training.exceptions import CannotTrain, Interrupted
 from workers.training.models.tiny_gpt2 import make_tokenizer
 
@@ -272,7 +272,7 @@ LEAVES_OUT_THE_SYSTEM = (
 
 def prepared_chats(
     tmp_path: Path, template: str, *chats: list[tuple[str, str]]
-) -> tuple[Prepared, list[str], list[str]]:
+) -> tuple[PreparationStatistics, list[str], list[str]]:
     """What was prepared; and each sample's text, and that of its counted tokens."""
     source = tmp_path / "data.jsonl"
     messages = [[{"role": role, "content": content} for role, content in chat] for chat in chats]

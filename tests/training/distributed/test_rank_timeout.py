@@ -6,9 +6,9 @@ import time
 import pytest
 
 from workers.training.distributed import rank_timeout
-from workers.training.distributed.rank_timeout import Cost, RankTimeout
+from workers.training.distributed.rank_timeout import RankTimeout, WindowSize
 
-COST = Cost(4, 1000, 100_000)
+SIZE = WindowSize(4, 1000, 100_000)
 
 
 @pytest.fixture
@@ -20,22 +20,22 @@ def given_up(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 def test_it_gives_up_after_many_windows_of_waiting(given_up: threading.Event) -> None:
     limited = RankTimeout(lambda _: given_up.set())
-    limited.note_window(0.001, COST)
-    with limited.limited_waiting(COST), limited.waiting():
+    limited.note_window(0.001, SIZE)
+    with limited.limited_waiting(SIZE), limited.waiting():
         assert given_up.wait(10)
 
 
 def test_it_waits_for_ever_while_no_window_s_length_is_known(given_up: threading.Event) -> None:
     limited = RankTimeout(lambda _: given_up.set())
-    with limited.limited_waiting(COST), limited.waiting():
+    with limited.limited_waiting(SIZE), limited.waiting():
         time.sleep(0.3)
     assert not given_up.is_set()
 
 
 def test_it_waits_for_ever_between_windows(given_up: threading.Event) -> None:
     limited = RankTimeout(lambda _: given_up.set())
-    limited.note_window(0.001, COST)
-    with limited.limited_waiting(COST):
+    limited.note_window(0.001, SIZE)
+    with limited.limited_waiting(SIZE):
         pass
     with limited.waiting():
         time.sleep(0.3)
@@ -44,8 +44,8 @@ def test_it_waits_for_ever_between_windows(given_up: threading.Event) -> None:
 
 def test_short_waits_do_not_add_up(given_up: threading.Event) -> None:
     limited = RankTimeout(lambda _: given_up.set())
-    limited.note_window(0.04, COST)
-    with limited.limited_waiting(COST):
+    limited.note_window(0.04, SIZE)
+    with limited.limited_waiting(SIZE):
         for _ in range(20):
             with limited.waiting():
                 time.sleep(0.05)
@@ -53,12 +53,13 @@ def test_short_waits_do_not_add_up(given_up: threading.Event) -> None:
 
 
 @pytest.mark.parametrize(
-    "cost", [Cost(400, 1000, 100_000), Cost(4, 100_000, 100_000), Cost(4, 1000, 10_000_000)],
+    "size",
+    [WindowSize(400, 1000, 100_000), WindowSize(4, 100_000, 100_000), WindowSize(4, 1000, 10_000_000)],
     ids=["more micro-batches", "more tokens", "a longer sample"],
 )  # fmt: skip
-def test_it_waits_longer_for_a_larger_window(given_up: threading.Event, cost: Cost) -> None:
+def test_it_waits_longer_for_a_larger_window(given_up: threading.Event, size: WindowSize) -> None:
     limited = RankTimeout(lambda _: given_up.set())
-    limited.note_window(0.001, COST)
-    with limited.limited_waiting(cost), limited.waiting():
+    limited.note_window(0.001, SIZE)
+    with limited.limited_waiting(size), limited.waiting():
         time.sleep(0.3)
     assert not given_up.is_set()

@@ -139,7 +139,7 @@ def test_a_patch_can_be_switched_off_and_on(monkeypatch: pytest.MonkeyPatch) -> 
         assert "forward" in vars(layer)
         assert layer.eps == 0.5
         assert (code.rotate, code.new_name) == ("theirs", 1)  # type: ignore[attr-defined]
-        with kernels.own_kernels([patch]):
+        with kernels.model_kernels([patch]):
             assert "forward" not in vars(layer)
             assert layer.eps == eps
             assert code.rotate == "own"

@@ -12,7 +12,7 @@ from app.planning.devices import Device
 from tests.harness.runs import create_run
 from workers.executors.node import _Launch, _run
 from workers.executors.protocol import Launch, LaunchStatus
-from workers.executors.remote_trainer import RemoteTrainer, Terms, handle_of
+from workers.executors.remote_trainer import LaunchParameters, RemoteTrainer, handle_of
 from workers.executors.shared_files import LaunchOrder, NewerLaunch, NodeEnd, SharedFiles
 from workers.run_directory import DISK_FULL, IN_USE, INTERRUPTED, LOST_RANK, RANKS_MUST_RESTART
 
@@ -47,9 +47,9 @@ class Engine:
 
 
 def launched(folder: Path, engine: Engine, nodes: int = 2) -> RemoteTrainer:
-    terms = Terms("ftjob-1", 1, 1.0, 20.0, True, "")
+    parameters = LaunchParameters("ftjob-1", 1, 1.0, 20.0, True, "")
     launch = Launch(handle_of("ftjob-1", 1), folder / "launches", nodes, 1, False, 20.0)
-    return RemoteTrainer(engine, create_run(folder / "run"), launch, terms, [])
+    return RemoteTrainer(engine, create_run(folder / "run"), launch, parameters, [])
 
 
 def status_of(trainer: RemoteTrainer, seconds: float = 20.0) -> int:

@@ -15,7 +15,7 @@ from tests.harness.runs import create_run, log_of, small_data, until
 from tests.harness.specs import make_spec
 from workers.executors.process import ProcessExecutor, _processes
 from workers.executors.protocol import Launch, LaunchStatus, Refused, Unreachable
-from workers.executors.remote_trainer import RemoteTrainer, Terms, handle_of
+from workers.executors.remote_trainer import LaunchParameters, RemoteTrainer, handle_of
 from workers.executors.shared_files import SharedFiles
 from workers.run_directory import INTERRUPTED, RunDirectory
 
@@ -74,10 +74,12 @@ class Worker:
         self.trainers: list[RemoteTrainer] = []
 
     def launch(self, attempt: int = 1) -> RemoteTrainer:
-        terms = Terms(f"test-{os.getpid()}-{time.monotonic_ns()}", attempt, SILENCE, 20.0, True, "")
+        parameters = LaunchParameters(
+            f"test-{os.getpid()}-{time.monotonic_ns()}", attempt, SILENCE, 20.0, True, ""
+        )
         folder = self.run.path.parent / "launches"
-        launch = Launch(handle_of(terms.job_id, attempt), folder, 1, 1, False, 20.0)
-        trainer = RemoteTrainer(self.engine, self.run, launch, terms, [])
+        launch = Launch(handle_of(parameters.job_id, attempt), folder, 1, 1, False, 20.0)
+        trainer = RemoteTrainer(self.engine, self.run, launch, parameters, [])
         self.trainers.append(trainer)
         return trainer
 

@@ -25,7 +25,7 @@ from workers.training.devices import device_errors
 from workers.training.exceptions import CannotTrain, InterruptionRequested, OtherRankFailed
 from workers.training.gradients.direct_sums import DirectSums
 from workers.training.gradients.gradient_sums import InPlace
-from workers.training.kernels.selection import own_kernels
+from workers.training.kernels.selection import model_kernels
 from workers.training.losses.loss import TokenLoss
 from workers.training.losses.window_scope import run_prepass
 from workers.training.micro_batches.batches import Groups, cut_window
@@ -221,7 +221,7 @@ def error_in_fp64(training: TrainingRun, window: Indices, model: Any) -> float |
     samples, replica = training.loader.samples, training.replica
     few = _few(window, samples, sum(each.numel() for each in model.parameters()))
     try:
-        with own_kernels(replica.kernels):
+        with model_kernels(replica.kernels):
             model = copy_in_fp64(model)
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         loss = TokenLoss(model, smoothing=training.assignment.spec.label_smoothing)
@@ -255,7 +255,7 @@ def error_in_fp64(training: TrainingRun, window: Indices, model: Any) -> float |
             separate_above=training.loader.layout.separate_above,
         )
         one_by_one = [[each] for each in range(len(few))]
-        with own_kernels(replica.kernels), without_randomness(model):
+        with model_kernels(replica.kernels), without_randomness(model):
             found = gradient_error(twin.window, accumulate, together, one_by_one)
     except (RuntimeError, TypeError, MemoryError):  # no copy, no fp64 in some layer, or not enough memory
         return None

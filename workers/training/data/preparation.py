@@ -40,7 +40,7 @@ _SCHEMA = pa.schema([("tokens", pa.list_(pa.int32())), ("counts", pa.list_(pa.ui
 
 
 @dataclass
-class Prepared:
+class PreparationStatistics:
     """Statistics of the prepared data, counted in samples unless named otherwise."""
 
     samples: int = 0
@@ -196,7 +196,7 @@ def prepare(
     taken: Mask | None = None,
     interrupted: Callable[[], bool] = lambda: False,
     report: Callable[[int, int], None] = lambda done, total: None,
-) -> Prepared:
+) -> PreparationStatistics:
     """Tokenises the source into `folder`, unless an earlier attempt did so from the same content.
 
     Args:
@@ -227,7 +227,7 @@ def prepare(
     return prepared
 
 
-def _why_nothing_counts(prepared: Prepared, max_length: int) -> str:
+def _why_nothing_counts(prepared: PreparationStatistics, max_length: int) -> str:
     if prepared.samples and prepared.without_weight == prepared.samples:
         return f"the weight of all {prepared.samples} samples is 0, so that none counts toward the loss"
     return (
@@ -236,12 +236,12 @@ def _why_nothing_counts(prepared: Prepared, max_length: int) -> str:
     )
 
 
-def _prepared_earlier(done: Path, key: str) -> Prepared | None:
+def _prepared_earlier(done: Path, key: str) -> PreparationStatistics | None:
     """What an earlier attempt prepared, if all of its files are as they were written."""
     try:
         stored = json.loads(done.read_text())
         if stored.pop("key") == key and stored.pop("digests") == _digests(done.parent):
-            return Prepared(**stored)
+            return PreparationStatistics(**stored)
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         pass  # missing, damaged, or of an earlier version: the data is prepared again
     return None
@@ -292,8 +292,8 @@ def _write(
     taken: Mask | None,
     interrupted: Callable[[], bool],
     report: Callable[[int, int], None],
-) -> Prepared:
-    prepared = Prepared()
+) -> PreparationStatistics:
+    prepared = PreparationStatistics()
     lengths, targets, weights, labels, classes = array("q"), array("q"), array("f"), array("b"), array("q")
     place = {name: number for number, name in enumerate(spec.classes)}
     stored = 2 if spec.with_mismatches else spec.sequences_per_sample
@@ -414,7 +414,7 @@ def read_examples(
 
 
 def fit_length(
-    spec: DataSpec, number: int, tokens: list[int], counts: list[bool], prepared: Prepared
+    spec: DataSpec, number: int, tokens: list[int], counts: list[bool], prepared: PreparationStatistics
 ) -> list[EncodedSequence]:
     """What a sequence becomes: itself, its beginning, or its parts.
 

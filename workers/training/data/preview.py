@@ -13,7 +13,7 @@ import numpy as np
 from app.contract.preview import DatasetPreview, LengthBin, Lengths, PreviewedSample, PreviewSpec
 from app.contract.spec import DataSpec
 from workers.training.data.encoding import EncodedSequence, ExampleEncoder
-from workers.training.data.preparation import Prepared, fit_length, read_examples
+from workers.training.data.preparation import PreparationStatistics, fit_length, read_examples
 from workers.training.exceptions import CannotTrain
 
 MAX_EXAMPLES = 1000
@@ -51,7 +51,7 @@ def _previewed(order: PreviewSpec, source: Path, tokenizer: Any, encoder: Exampl
         for tokens, counts in sequences:
             longest = max(longest, len(tokens))
             try:
-                rows += fit_length(data, number, tokens, counts, Prepared())
+                rows += fit_length(data, number, tokens, counts, PreparationStatistics())
             except CannotTrain:
                 rows = []  # too long, and refused: counted below
                 break

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from app.contract.plan import Plan
 from workers.training.distributed.rank_launcher import RENDEZVOUS_VARIABLE
-from workers.training.distributed.rank_timeout import Cost, RankTimeout
+from workers.training.distributed.rank_timeout import RankTimeout, WindowSize
 from workers.training.exceptions import LostRank
 
 TIMEOUT = timedelta(days=7)
@@ -87,11 +87,11 @@ class Group:
     def wait(self) -> None:
         """Returns once all ranks have called it."""
 
-    def limited_waiting(self, cost: Cost) -> AbstractContextManager[None]:
+    def limited_waiting(self, size: WindowSize) -> AbstractContextManager[None]:
         """Within the block, ends a rank that waits for another one for far longer than a window can take."""
         return contextlib.nullcontext()
 
-    def note_window(self, seconds: float, cost: Cost) -> None:
+    def note_window(self, seconds: float, size: WindowSize) -> None:
         """Notes how long a window took."""
 
     def waiting(self) -> AbstractContextManager[None]:
@@ -193,11 +193,11 @@ class ProcessGroup(Group):
     def wait(self) -> None:
         self.any(False)
 
-    def limited_waiting(self, cost: Cost) -> AbstractContextManager[None]:
-        return self._timeout.limited_waiting(cost)
+    def limited_waiting(self, size: WindowSize) -> AbstractContextManager[None]:
+        return self._timeout.limited_waiting(size)
 
-    def note_window(self, seconds: float, cost: Cost) -> None:
-        self._timeout.note_window(seconds, cost)
+    def note_window(self, seconds: float, size: WindowSize) -> None:
+        self._timeout.note_window(seconds, size)
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:

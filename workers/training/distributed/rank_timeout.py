@@ -35,7 +35,7 @@ def _end_process(message: str) -> None:
 
 
 @dataclass(frozen=True)
-class Cost:
+class WindowSize:
     """What a window's time depends on: that of its most expensive rank."""
 
     micro_batches: float
@@ -44,7 +44,7 @@ class Cost:
     pairs: float
     """Padded tokens times the length of their rows."""
 
-    def relative_to(self, other: "Cost") -> float:
+    def relative_to(self, other: "WindowSize") -> float:
         """An upper bound for this window's time divided by the other's."""
         return max(
             self.micro_batches / max(1.0, other.micro_batches),
@@ -62,7 +62,7 @@ class RankTimeout:
 
     def __init__(self, give_up: Callable[[str], None] = _end_process) -> None:
         self._give_up = give_up
-        self._longest: tuple[float, Cost] | None = None
+        self._longest: tuple[float, WindowSize] | None = None
         self._limit: float | None = None
         self._deadline: float | None = None
         self._suspended = 0.0
@@ -75,20 +75,20 @@ class RankTimeout:
         return time.monotonic() - self._suspended
 
     @contextlib.contextmanager
-    def limited_waiting(self, cost: Cost) -> Iterator[None]:
+    def limited_waiting(self, size: WindowSize) -> Iterator[None]:
         """Limits waiting within the block, once the time of another window is known."""
         if self._longest is not None:
             seconds, known = self._longest
-            self._limit = _LEAST_SECONDS + _TIMES * seconds * max(1.0, cost.relative_to(known))
+            self._limit = _LEAST_SECONDS + _TIMES * seconds * max(1.0, size.relative_to(known))
         try:
             yield
         finally:
             self._limit = None
 
-    def note_window(self, seconds: float, cost: Cost) -> None:
+    def note_window(self, seconds: float, size: WindowSize) -> None:
         """Notes how long a window took."""
         if self._longest is None or seconds > self._longest[0]:
-            self._longest = seconds, cost
+            self._longest = seconds, size
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:

@@ -34,7 +34,8 @@ _CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 code and workspace, about a megabyte each. By default, for 1,024."""
 
 _KEPT = 16
-"""Enough for the sizes of one micro-batch, which its layers share: the next has other ones."""
+"""The layers of a micro-batch share their sizes, so that these are enough for it. The next one usually
+has other sizes."""
 
 _MOST_SHAPES = _KEPT // 2
 """Each shape has a product in the forward pass and one in the backward pass."""
@@ -83,7 +84,7 @@ def choose_products(
     at_start: bool,
 ) -> None:
     """Lets oneDNN compute products where it is faster, if that leaves the gradient as it is. A resumed run
-    does as before.
+    uses oneDNN exactly if the attempts before it did.
 
     Args:
         rows: tokens of a usual micro-batch.

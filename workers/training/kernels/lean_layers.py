@@ -42,7 +42,8 @@ def choose_lean_layers(
 ) -> None:
     """Replaces norms and rotary embeddings of a model in fp32 on a CPU, if that leaves the gradient as it is.
 
-    All ranks do the same. A resumed run does as before, so that it is the same to the bit.
+    All ranks do the same. A resumed run replaces them exactly if the attempts before it did, so
+    that it stays the same to the bit.
 
     Args:
         at_start: whether no micro-batch of the run was trained before.

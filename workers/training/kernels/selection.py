@@ -408,7 +408,7 @@ def kernels_until_the_end(replica: Replica) -> Iterator[None]:
 
 
 @contextmanager
-def own_kernels(used: Sequence[Kernels]) -> Iterator[None]:
+def model_kernels(used: Sequence[Kernels]) -> Iterator[None]:
     """Within the block, the model's own kernels run, which also run on a CPU and in fp64."""
     for each in used:
         each.switch_off()

@@ -28,7 +28,7 @@ _DIGEST_ELEMENTS = 2**18
 Indices = npt.NDArray[np.int64]
 
 
-def finish(window: Window, totals: Totals, verdict: Verdict) -> WindowResult:
+def close_window(window: Window, totals: Totals, verdict: Verdict) -> WindowResult:
     """Applies a window, or discards it.
 
     Raises:

@@ -14,7 +14,7 @@ import torch
 
 from app.contract.reports import Completion, Completions, EarlierCompletion
 from workers.training.data.preparation import Samples
-from workers.training.kernels.selection import own_kernels
+from workers.training.kernels.selection import model_kernels
 from workers.training.reporting.metric_programs import Completed, NotScored, score
 
 if TYPE_CHECKING:
@@ -163,7 +163,7 @@ def _complete(training: "TrainingRun", tokens: list[int]) -> str:
     was_training = model.training
     model.eval()
     try:
-        with torch.no_grad(), training.replica.autocast(), own_kernels(training.replica.kernels):
+        with torch.no_grad(), training.replica.autocast(), model_kernels(training.replica.kernels):
             made = model.generate(
                 input_ids=given, attention_mask=torch.ones_like(given), generation_config=own
             )

@@ -11,7 +11,7 @@ from app.contract.plan import TokenBudget
 from app.contract.reports import LogLine, NoiseScale, RankLine, Rewards
 from workers.training.accumulate import TrainedWindow, divide
 from workers.training.data.batch_loader import Indices
-from workers.training.data.preparation import Prepared
+from workers.training.data.preparation import PreparationStatistics
 from workers.training.devices import memory
 from workers.training.micro_batches.batches import Cursor, tokens_of
 from workers.training.training_run import TrainingRun
@@ -19,7 +19,7 @@ from workers.training.training_run import TrainingRun
 log = logging.getLogger("accrue.trainer")
 
 
-def report_start(training: TrainingRun, prepared: Prepared) -> None:
+def report_start(training: TrainingRun, prepared: PreparationStatistics) -> None:
     """Reports the data and the banner: what will be trained, on what, and how."""
     spec, plan = training.assignment.spec, training.assignment.plan
     notes = prepared.notes(spec.data.max_length)

@@ -27,7 +27,7 @@ _NO_LABELS: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
-class Need:
+class WaitingJob:
     """A queued job that needs several devices, or certain ones."""
 
     place: float
@@ -44,7 +44,7 @@ class Need:
 
 
 @dataclass(frozen=True)
-class Tier:
+class DeviceTier:
     """Free devices for those jobs that are ahead of a place in the queue."""
 
     before_place: float
@@ -61,24 +61,24 @@ class Reservations:
         self._now: set[str] = set()
         self._at = time.monotonic()
 
-    def known(self, needs: Iterable[Need]) -> list[Need]:
-        """The needs, with what is known of each. What is known of other jobs is forgotten."""
+    def update(self, waiting: Iterable[WaitingJob]) -> list[WaitingJob]:
+        """The jobs, with the time for which devices have been kept for each. Forgets all other jobs."""
         now = time.monotonic()
         passed, self._at = min(now - self._at, _LONGEST_TURN_SECONDS), now
         for job_id in self._now:
             self._seconds[job_id] = self._seconds.get(job_id, 0.0) + passed
         found = [
             replace(
-                need,
-                reserved_seconds=self._seconds.get(need.job_id, 0.0),
-                is_reserved=need.job_id in self._now,
+                job,
+                reserved_seconds=self._seconds.get(job.job_id, 0.0),
+                is_reserved=job.job_id in self._now,
             )
-            for need in needs
+            for job in waiting
         ]
-        self._seconds = {need.job_id: need.reserved_seconds for need in found if need.reserved_seconds}
+        self._seconds = {job.job_id: job.reserved_seconds for job in found if job.reserved_seconds}
         return found
 
-    def note(self, tiers: Iterable[Tier]) -> None:
+    def note(self, tiers: Iterable[DeviceTier]) -> None:
         """Notes for which jobs devices are kept from now on."""
         self._now = {tier.reserved_for for tier in tiers if tier.reserved_for is not None}
 
@@ -87,11 +87,11 @@ _LONGEST_TURN_SECONDS = 10.0
 """Caps the time that one poll adds to a reservation: in a longer gap, the worker had no free device to
 reserve."""
 
-_MAX_NEEDS = 100
+_MAX_JOBS = 100
 """The maximum number of jobs for which a worker keeps devices at once."""
 
 
-def needs(
+def jobs_to_reserve_for(
     session: Session,
     after_seconds: float,
     devices: Sequence[DeviceId],
@@ -99,8 +99,8 @@ def needs(
     labels: Mapping[str, str] = _NO_LABELS,
     shrinkable: Sequence[str] = (),
     of_worker: int = MAX_DEVICES,
-) -> list[Need]:
-    """The first queued jobs that need several devices, have waited for some time, and can train on a worker.
+) -> list[WaitingJob]:
+    """The first queued jobs that job several devices, have waited for some time, and can train on a worker.
 
     Args:
         after_seconds: how long they must have waited.
@@ -130,16 +130,16 @@ def needs(
             queued_at <= database_now() - after_seconds,
         )
         .order_by(Job.place, Job.id)
-        .limit(_MAX_NEEDS)
+        .limit(_MAX_JOBS)
     )
     return [
-        Need(place, count, frozenset(gpus_of(mask)), waited, job_id)
+        WaitingJob(place, count, frozenset(gpus_of(mask)), waited, job_id)
         for place, count, mask, waited, job_id in session.execute(waiting)
     ]
 
 
 def seconds_left(session: Session, job_ids: Sequence[str]) -> dict[str, float]:
-    """The seconds that running jobs are expected to need, by job. A job that cannot tell yet is expected to
+    """The seconds that running jobs are expected to job, by job. A job that cannot tell yet is expected to
     take as long again as it has run."""
     rows = session.execute(
         select(Job.id, Job.progress, database_now() - Attempt.claimed_at)
@@ -150,44 +150,44 @@ def seconds_left(session: Session, job_ids: Sequence[str]) -> dict[str, float]:
 
 
 def tiers(
-    needs: Iterable[Need], free: Sequence[DeviceId], busy: Mapping[DeviceId, float], most: float = inf
-) -> list[Tier]:
+    jobs: Iterable[WaitingJob], free: Sequence[DeviceId], busy: Mapping[DeviceId, float], most: float = inf
+) -> list[DeviceTier]:
     """What a worker offers, in this order. Each later tier leaves out the devices reserved for one more job,
     and is open to jobs further back in the queue.
 
     Args:
-        needs: in the order of the queue.
+        jobs: in the order of the queue.
         free: the worker's free devices.
         busy: its other devices that will become free, each with the seconds until then. Devices that are
             set aside are neither free nor busy.
         most: a job that needs more devices than this takes all of the worker's.
     """
     left, soon, found = list(free), dict(busy), []
-    for need in needs:
-        kept = _kept(need, left, soon, most)
+    for job in jobs:
+        kept = _kept(job, left, soon, most)
         if kept:
-            found.append(Tier(need.place, tuple(left), need.job_id))
+            found.append(DeviceTier(job.place, tuple(left), job.job_id))
             left = [device for device in left if device not in kept]
             soon = {device: seconds for device, seconds in soon.items() if device not in kept}
-    return [*found, Tier(inf, tuple(left))]
+    return [*found, DeviceTier(inf, tuple(left))]
 
 
-def _kept(need: Need, free: Sequence[DeviceId], busy: Mapping[DeviceId, float], most: float) -> set[DeviceId]:
+def _kept(
+    job: WaitingJob, free: Sequence[DeviceId], busy: Mapping[DeviceId, float], most: float
+) -> set[DeviceId]:
     """The devices to keep for a job; none if it can start now, or not on this worker, or not soon enough."""
     seconds = {**dict.fromkeys(free, 0.0), **busy}
-    if need.gpu_ids:
-        chosen: list[DeviceId] = [device for device in seconds if device in need.gpu_ids]
-        enough = len(need.gpu_ids)
+    if job.gpu_ids:
+        chosen: list[DeviceId] = [device for device in seconds if device in job.gpu_ids]
+        enough = len(job.gpu_ids)
     else:
-        enough = len(seconds) if need.devices > most else need.devices
+        enough = len(seconds) if job.devices > most else job.devices
         chosen = sorted(seconds, key=lambda device: seconds[device])[:enough]
     if not chosen or len(chosen) < enough:
         return set()
     until_start = max(seconds[device] for device in chosen)
-    without = need.waited_seconds - need.reserved_seconds
+    without = job.waited_seconds - job.reserved_seconds
     is_soon = (
-        need.reserved_seconds <= without
-        if need.is_reserved
-        else until_start <= without - need.reserved_seconds
+        job.reserved_seconds <= without if job.is_reserved else until_start <= without - job.reserved_seconds
     )
     return set(chosen) if until_start > 0.0 and is_soon else set()

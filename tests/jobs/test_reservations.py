@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from sqlalchemy import update
 
 from app.jobs import lifecycle, queue
-from app.jobs.placement import DeviceId, Need, Tier, needs, tiers
 from app.jobs.queue import Offer
+from app.jobs.reservations import DeviceId, DeviceTier, WaitingJob, jobs_to_reserve_for, tiers
 from app.storage.database import Database
 from app.storage.tables import Job
 from tests.harness.submissions import submitted
@@ -23,18 +23,18 @@ HOUR = 3600.0
 
 drawn_needs = st.lists(
     st.builds(
-        Need,
+        WaitingJob,
         place=st.floats(0, 100),
         devices=st.integers(1, 8),
         gpu_ids=st.frozensets(st.integers(0, 9), max_size=4),
         waited_seconds=st.floats(0, 1000),
     ),
     max_size=5,
-).map(lambda drawn: sorted(drawn, key=lambda need: need.place))
+).map(lambda drawn: sorted(drawn, key=lambda job: job.place))
 
 
 @given(drawn_needs, st.sets(st.sampled_from(DEVICES)), st.sets(st.sampled_from(DEVICES)), st.randoms())
-def test_tiers(wanted: list[Need], free: set[int], busy: set[int], chance: random.Random) -> None:
+def test_tiers(wanted: list[WaitingJob], free: set[int], busy: set[int], chance: random.Random) -> None:
     soon = {device: chance.uniform(1, 1000) for device in busy - free}
     found = tiers(wanted, sorted(free), soon)
     assert found[0].devices == tuple(sorted(free))
@@ -45,41 +45,41 @@ def test_tiers(wanted: list[Need], free: set[int], busy: set[int], chance: rando
 
 
 def test_free_devices_and_those_free_soonest_are_kept() -> None:
-    wide = Need(1.0, 3, frozenset(), waited_seconds=100)
-    assert tiers([wide], [0, 1], {2: 50.0, 3: 10.0}) == [Tier(1.0, (0, 1), ""), Tier(inf, ())]
-    assert tiers([wide], [0], {1: 1.0, 2: 2.0, 3: 99.0}) == [Tier(1.0, (0,), ""), Tier(inf, ())]
+    wide = WaitingJob(1.0, 3, frozenset(), waited_seconds=100)
+    assert tiers([wide], [0, 1], {2: 50.0, 3: 10.0}) == [DeviceTier(1.0, (0, 1), ""), DeviceTier(inf, ())]
+    assert tiers([wide], [0], {1: 1.0, 2: 2.0, 3: 99.0}) == [DeviceTier(1.0, (0,), ""), DeviceTier(inf, ())]
 
 
 def test_only_the_gpus_that_a_job_names_are_kept() -> None:
-    pinned = Need(1.0, 2, frozenset({0, 5}), waited_seconds=100)
-    assert tiers([pinned], [0, 1, 2], {5: 50.0}) == [Tier(1.0, (0, 1, 2), ""), Tier(inf, (1, 2))]
+    pinned = WaitingJob(1.0, 2, frozenset({0, 5}), waited_seconds=100)
+    assert tiers([pinned], [0, 1, 2], {5: 50.0}) == [DeviceTier(1.0, (0, 1, 2), ""), DeviceTier(inf, (1, 2))]
 
 
 @pytest.mark.parametrize(
-    "need",
+    "job",
     [
-        Need(1.0, 5, frozenset(), 1e6),
-        Need(1.0, 1, frozenset({9}), 1e6),
-        Need(1.0, 2, frozenset({0, 9}), 1e6),
-        Need(1.0, 2, frozenset(), 1e6),
-        Need(1.0, 4, frozenset(), 10.0),
+        WaitingJob(1.0, 5, frozenset(), 1e6),
+        WaitingJob(1.0, 1, frozenset({9}), 1e6),
+        WaitingJob(1.0, 2, frozenset({0, 9}), 1e6),
+        WaitingJob(1.0, 2, frozenset(), 1e6),
+        WaitingJob(1.0, 4, frozenset(), 10.0),
     ],
     ids=["too many", "no such GPU", "one of them is missing", "can start now", "would wait for longer"],
 )
-def test_nothing_is_kept_without_need(need: Need) -> None:
-    assert tiers([need], [0, 1], {2: 60.0, 3: 60.0}) == [Tier(inf, (0, 1))]
+def test_nothing_is_kept_without_need(job: WaitingJob) -> None:
+    assert tiers([job], [0, 1], {2: 60.0, 3: 60.0}) == [DeviceTier(inf, (0, 1))]
 
 
 def test_a_job_that_needs_more_devices_than_there_are_gets_all() -> None:
-    wide = Need(1.0, 16, frozenset(), 1e6)
-    assert tiers([wide], [0, 1], {2: 60.0}, most=3) == [Tier(1.0, (0, 1), ""), Tier(inf, ())]
-    assert tiers([wide], [0, 1], {2: 60.0}) == [Tier(inf, (0, 1))], "another worker has more devices"
+    wide = WaitingJob(1.0, 16, frozenset(), 1e6)
+    assert tiers([wide], [0, 1], {2: 60.0}, most=3) == [DeviceTier(1.0, (0, 1), ""), DeviceTier(inf, ())]
+    assert tiers([wide], [0, 1], {2: 60.0}) == [DeviceTier(inf, (0, 1))], "another worker has more devices"
 
 
 def test_devices_are_kept_for_several_jobs() -> None:
-    first, second = Need(1.0, 2, frozenset(), 1e6), Need(2.0, 1, frozenset({3}), 1e6)
+    first, second = WaitingJob(1.0, 2, frozenset(), 1e6), WaitingJob(2.0, 1, frozenset({3}), 1e6)
     assert tiers([first, second], [0], {1: 5.0, 2: 9.0, 3: 90.0}) == [
-        Tier(1.0, (0,), ""), Tier(2.0, (), ""), Tier(inf, ())
+        DeviceTier(1.0, (0,), ""), DeviceTier(2.0, (), ""), DeviceTier(inf, ())
     ]  # fmt: skip
 
 
@@ -95,7 +95,7 @@ class Simulated:
     on: tuple[DeviceId, ...] = ()
 
 
-Policy = Callable[[list[Simulated], list[DeviceId], dict[DeviceId, float], float], list[Tier]]
+Policy = Callable[[list[Simulated], list[DeviceId], dict[DeviceId, float], float], list[DeviceTier]]
 
 
 @dataclass
@@ -147,9 +147,9 @@ class Machine:
 
 def ours(
     waiting: list[Simulated], free: list[DeviceId], busy: dict[DeviceId, float], now: float
-) -> list[Tier]:
+) -> list[DeviceTier]:
     wanted = [
-        Need(job.arrives, job.devices, job.gpu_ids, now - job.arrives)
+        WaitingJob(job.arrives, job.devices, job.gpu_ids, now - job.arrives)
         for job in waiting
         if (job.devices > 1 or job.gpu_ids) and now - job.arrives >= 60
     ]
@@ -158,14 +158,14 @@ def ours(
 
 def first_come_first_served(
     waiting: list[Simulated], free: list[DeviceId], busy: dict[DeviceId, float], now: float
-) -> list[Tier]:
-    return [Tier(job.arrives + 1e-9, tuple(free)) for job in waiting[:1]]
+) -> list[DeviceTier]:
+    return [DeviceTier(job.arrives + 1e-9, tuple(free)) for job in waiting[:1]]
 
 
 def nothing_kept(
     waiting: list[Simulated], free: list[DeviceId], busy: dict[DeviceId, float], now: float
-) -> list[Tier]:
-    return [Tier(inf, tuple(free))]
+) -> list[DeviceTier]:
+    return [DeviceTier(inf, tuple(free))]
 
 
 def mixed(seed: int, jobs: int = 200) -> list[Simulated]:
@@ -233,11 +233,11 @@ def test_the_queue_tells_which_jobs_need_devices(database: Database) -> None:
     with database.writing() as session:
         session.execute(update(Job).where(Job.id != young).values(created_at=Job.created_at - 100))
     with database.reading() as session:
-        found = needs(session, 60, [0, 1], most=2)
-        assert [(need.devices, need.gpu_ids) for need in found] == [(2, frozenset())], "one GPU is enough"
-        assert all(100 <= need.waited_seconds < 200 for need in found)
-        assert [need.devices for need in needs(session, 60, [0], most=1)] == [2], "on fewer"
-        assert needs(session, 60, [0], most=8) == []
+        found = jobs_to_reserve_for(session, 60, [0, 1], most=2)
+        assert [(job.devices, job.gpu_ids) for job in found] == [(2, frozenset())], "one GPU is enough"
+        assert all(100 <= job.waited_seconds < 200 for job in found)
+        assert [job.devices for job in jobs_to_reserve_for(session, 60, [0], most=1)] == [2], "on fewer"
+        assert jobs_to_reserve_for(session, 60, [0], most=8) == []
 
 
 def test_devices_are_kept_only_for_jobs_that_the_worker_may_run(database: Database) -> None:
@@ -245,12 +245,16 @@ def test_devices_are_kept_only_for_jobs_that_the_worker_may_run(database: Databa
     with database.writing() as session:
         session.execute(update(Job).values(created_at=Job.created_at - 100))
     with database.reading() as session:
-        assert needs(session, 60, [0, 1], most=2, labels={"zone": "a"}) == []
-        assert len(needs(session, 60, [0, 1], most=2, labels={"zone": "b", "disk": "ssd"})) == 1
+        assert jobs_to_reserve_for(session, 60, [0, 1], most=2, labels={"zone": "a"}) == []
+        assert len(jobs_to_reserve_for(session, 60, [0, 1], most=2, labels={"zone": "b", "disk": "ssd"})) == 1
         labels, required = {"zone": "b"}, ('{"zone": "b"}',)
-        assert needs(session, 60, [0], most=8, labels=labels) == []
-        assert len(needs(session, 60, [0], 8, labels, required, of_worker=1)) == 1, "no worker has enough"
-        assert needs(session, 60, [0], 8, labels, required, of_worker=2) == [], "one is set aside"
+        assert jobs_to_reserve_for(session, 60, [0], most=8, labels=labels) == []
+        assert len(jobs_to_reserve_for(session, 60, [0], 8, labels, required, of_worker=1)) == 1, (
+            "no worker has enough"
+        )
+        assert jobs_to_reserve_for(session, 60, [0], 8, labels, required, of_worker=2) == [], (
+            "one is set aside"
+        )
 
 
 def test_a_pause_does_not_count_as_waiting(database: Database) -> None:
@@ -261,8 +265,8 @@ def test_a_pause_does_not_count_as_waiting(database: Database) -> None:
     with database.writing() as session:
         lifecycle.resume(session, paused)
     with database.reading() as session:
-        [need] = needs(session, 0, [0, 1], most=2)
-        assert need.waited_seconds < 1000
+        [job] = jobs_to_reserve_for(session, 0, [0, 1], most=2)
+        assert job.waited_seconds < 1000
 
 
 def test_only_jobs_ahead_of_a_kept_place_may_start(database: Database) -> None:
