@@ -25,8 +25,8 @@ OBJECTIVE_ARGUMENTS: dict[ObjectiveName, dict[str, Any]] = {
     "classification": {},
     "reward": {"center_rewards_coefficient": 0.0},
 }
-"""The arguments that each objective takes, with their defaults: those of the papers, as workers/training/
-objectives.py cites them."""
+"""The arguments that each objective takes, with their defaults: those of the papers that
+workers/training/losses/objectives.py cites."""
 
 FORMATS: dict[ObjectiveName, tuple[DataFormat, ...]] = {
     "sft": ("text", "prompt_completion", "messages", "unpaired_preference", "classification"),

@@ -18,7 +18,7 @@ from app.jobs import transitions
 from app.jobs.transitions import Fence
 from app.maintenance.backup import _copy_run
 from app.memory_profiles import measurements
-from app.memory_profiles.measurements import Subject
+from app.memory_profiles.measurements import MeasuredJob
 from app.planning.devices import GIB, Device
 from app.settings import Settings
 from app.statistics import counters
@@ -70,13 +70,13 @@ def test_an_invalid_list_is_rejected_with_little_memory(kind: type[Operators | C
         tracemalloc.stop()
 
 
-def subject(database: Database, job_id: str) -> Subject:
+def subject(database: Database, job_id: str) -> MeasuredJob:
     memory = SimpleNamespace(peak_process_bytes=GIB, peak_allocated_bytes=GIB)
     estimate = SimpleNamespace(source="formula", memory=lambda rows, *, accumulating: memory)
     with database.reading() as session:
         job = transitions.get(session, job_id)
     device = Device("cpu", "CPU", 24 * GIB, "cpu")
-    return Subject(job, device, 32, "architecture", "key", estimate)  # type: ignore[arg-type]
+    return MeasuredJob(job, device, 32, "architecture", "key", estimate)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
