@@ -191,16 +191,6 @@ def test_the_certificate_is_recorded_and_does_not_change_training(tmp_path: Path
         assert log_of(run) == log_of(plain)
 
 
-def test_a_model_that_mixes_the_samples_of_a_micro_batch_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A loss that depends on the number of samples in a micro-batch cannot be accumulated."""
-    scale_losses(monkeypatch, lambda batch: 1.0 + 0.01 * len(batch.lengths))
-    spec = make_spec(data=small_data(), max_steps=3, certificate=True)
-    with pytest.raises(CannotTrain, match="equivalence_check: false"):
-        run_to_end(create_run(tmp_path / "run", spec, rule=FixedSize(samples=8)))
-
-
 def test_a_validation_share_is_kept_out_of_training(tmp_path: Path) -> None:
     share = ValidationSpec(file_id=None, sha256=None, format=None, share=0.2)
     spec = make_spec(data=small_data(validation=share), max_steps=None, epochs=2, eval_every=2)

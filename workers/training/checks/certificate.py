@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from app.contract.plan import FixedCount, FixedSize
+from app.contract.plan import FixedCount, FixedSize, TokenBudget
 from workers.training.accumulate import (
     divide,
     reduce_memory,
@@ -71,12 +71,29 @@ def by_autograd(loss: TokenLoss) -> AbstractContextManager[None]:
     return nullcontext() if loss.direct is None else loss.direct.suspended()
 
 
-def finer_split(plan: Groups) -> Groups:
-    """Splits every micro-batch in two; if all are single samples, reverses their order."""
+def other_split(plan: Groups, joined: Sequence[int] = ()) -> Groups:
+    """Splits every micro-batch in two; if all are single samples, reverses their order and puts the samples
+    in `joined` into one micro-batch."""
     if all(len(group) == 1 for group in plan):
-        return plan[::-1]
+        apart = [group for group in plan[::-1] if group[0] not in joined]
+        return [*apart, *([list(joined)] if joined else [])]
     halves = [(group[: (len(group) + 1) // 2], group[(len(group) + 1) // 2 :]) for group in plan]
     return [half for pair in halves for half in pair if half]
+
+
+def samples_to_join(training: TrainingRun, window: Indices) -> list[int]:
+    """Positions of two samples of a window that later micro-batches may hold together, even if the plan keeps
+    them apart: a larger token budget may be tried, and later samples may be shorter. Empty if no micro-batch
+    ever holds several samples, or two are predicted not to fit."""
+    plan, lengths = training.assignment.plan, training.loader.lengths(window)
+    is_budget = isinstance(training.budgets[0].rule(training.batch), TokenBudget)
+    if not is_budget or plan.most_tokens is None or len(window) < 2:
+        return []
+    pair = np.argsort(lengths, kind="stable")[:2]
+    above = training.loader.layout.separate_above
+    together = cut_window(lengths[pair], FixedSize(samples=2), separate_above=above)
+    fits = 2 * int(lengths[pair[1]]) <= plan.most_tokens
+    return pair.tolist() if len(together) == 1 and fits else []
 
 
 def changed_choices(chosen: Sequence[Tensor]) -> int:
@@ -94,8 +111,8 @@ class _Failed(Exception):
 
 
 def certify(training: TrainingRun) -> None:
-    """Compares the next window's gradient under the plan with that of a finer split, before the first
-    step. With several ranks, rank 0 computes the finer split alone. Both are sent exactly; what
+    """Compares the next window's gradient under the plan with that of another split, before the first
+    step. With several ranks, rank 0 computes the other split alone. Both are sent exactly; what
     compression changes is measured separately.
 
     Raises:
@@ -120,9 +137,13 @@ def certify(training: TrainingRun) -> None:
         if replica.balance is not None and replica.balance.scope == "window":
             chosen.append(replica.balance.chosen())
 
+    # Ranks with parts of a model could not go on after running out of memory.
+    joined = [] if replica.is_sharded else samples_to_join(training, window)
     while True:
         plan = divide(training, window)
-        reference = [finer_split(_all_on_one(training, window, plan)), *([] for _ in plan[1:])]
+        on_leader = _all_on_one(training, window, plan)
+        pair = joined if all(len(group) == 1 for group in on_leader) else []
+        reference = [other_split(on_leader, pair), *([] for _ in plan[1:])]
         failed, error, compression_error = None, 0.0, None
         chosen.clear()
         try:
@@ -136,6 +157,9 @@ def certify(training: TrainingRun) -> None:
         if failed is not None:
             if failed.outcome.interruption_requested:
                 raise InterruptionRequested
+            if pair and failed.groups is reference:
+                joined = []  # two samples do not fit, so no micro-batch will hold several
+                continue
             ranks, lengths = failed.outcome.out_of_memory_on, training.loader.lengths(window)
             reduce_memory(training, failed.groups, ranks, lengths)
             continue
