@@ -1,8 +1,8 @@
 """One process uses a device at a time, even with several workers: a trainer or, on a GPU, an inference
 engine. On the CPU, inference engines take no lock.
 
-A trainer of this machine inherits the lock and holds it, not the worker: it is free as soon as the trainer
-has ended, even if the worker is suspended and cannot release anything. The worker itself holds the locks of
+On this machine, the trainer, not the worker, holds the lock, which it inherits: the lock is free as soon as
+the trainer has ended, even if the worker is suspended and cannot release anything. The worker itself holds the locks of
 the devices that it uses in Slurm, Ray or Kubernetes.
 """
 

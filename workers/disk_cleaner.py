@@ -85,8 +85,9 @@ class DiskCleaner:
             return False
 
     def _is_needless(self, job_id: str, run: RunDirectory, own: int, newest: Manifest | None) -> bool:
-        """Whether a run directory that was put into the storage was replaced there by a later attempt's, or
-        deleted with its job; or has not changed for long, and is there completely."""
+        """Whether this machine does not need its own copy of a run directory that was put into the storage: a
+        later attempt has replaced it there, its job was deleted, or it has not changed for long and the
+        storage has all of it."""
         if own == 0:
             return False  # it was fetched just now
         if newest is None:

@@ -22,11 +22,11 @@ def is_metadata_filter(name: str) -> bool:
 
 
 async def metadata_filters(request: Request) -> list[ColumnElement[bool]]:
-    """The conditions that jobs carry every `metadata[key]=value` of the request's query. Only routes that
+    """Conditions on jobs: each must have every `metadata[key]=value` of the request's query. Only routes that
     depend on this accept such parameters.
 
     Raises:
-        Unprocessable: more such filters than metadata entries that a job can have.
+        Unprocessable: there are more such filters than a job can have metadata entries.
     """
     given = [(name, value) for name, value in request.query_params.items() if is_metadata_filter(name)]
     if len(given) > MOST_LABELS:

@@ -27,8 +27,8 @@ _NO_LABELS: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
-class WaitingJob:
-    """A queued job that needs several devices, or certain ones."""
+class ReservableJob:
+    """A queued job that needs several devices, perhaps certain ones."""
 
     place: float
     """Its place in the queue."""
@@ -61,7 +61,7 @@ class Reservations:
         self._now: set[str] = set()
         self._at = time.monotonic()
 
-    def update(self, waiting: Iterable[WaitingJob]) -> list[WaitingJob]:
+    def update(self, waiting: Iterable[ReservableJob]) -> list[ReservableJob]:
         """The jobs, with the time for which devices have been kept for each. Forgets all other jobs."""
         now = time.monotonic()
         passed, self._at = min(now - self._at, _LONGEST_TURN_SECONDS), now
@@ -99,8 +99,8 @@ def jobs_to_reserve_for(
     labels: Mapping[str, str] = _NO_LABELS,
     shrinkable: Sequence[str] = (),
     of_worker: int = MAX_DEVICES,
-) -> list[WaitingJob]:
-    """The first queued jobs that job several devices, have waited for some time, and can train on a worker.
+) -> list[ReservableJob]:
+    """The first queued jobs that need several devices, have waited for some time, and can train on a worker.
 
     Args:
         after_seconds: how long they must have waited.
@@ -133,13 +133,13 @@ def jobs_to_reserve_for(
         .limit(_MAX_JOBS)
     )
     return [
-        WaitingJob(place, count, frozenset(gpus_of(mask)), waited, job_id)
+        ReservableJob(place, count, frozenset(gpus_of(mask)), waited, job_id)
         for place, count, mask, waited, job_id in session.execute(waiting)
     ]
 
 
 def seconds_left(session: Session, job_ids: Sequence[str]) -> dict[str, float]:
-    """The seconds that running jobs are expected to job, by job. A job that cannot tell yet is expected to
+    """The seconds that each running job is expected to need from now on, by job. A job that cannot tell yet is expected to
     take as long again as it has run."""
     rows = session.execute(
         select(Job.id, Job.progress, database_now() - Attempt.claimed_at)
@@ -150,7 +150,7 @@ def seconds_left(session: Session, job_ids: Sequence[str]) -> dict[str, float]:
 
 
 def tiers(
-    jobs: Iterable[WaitingJob], free: Sequence[DeviceId], busy: Mapping[DeviceId, float], most: float = inf
+    jobs: Iterable[ReservableJob], free: Sequence[DeviceId], busy: Mapping[DeviceId, float], most: float = inf
 ) -> list[DeviceTier]:
     """What a worker offers, in this order. Each later tier leaves out the devices reserved for one more job,
     and is open to jobs further back in the queue.
@@ -173,7 +173,7 @@ def tiers(
 
 
 def _kept(
-    job: WaitingJob, free: Sequence[DeviceId], busy: Mapping[DeviceId, float], most: float
+    job: ReservableJob, free: Sequence[DeviceId], busy: Mapping[DeviceId, float], most: float
 ) -> set[DeviceId]:
     """The devices to keep for a job; none if it can start now, or not on this worker, or not soon enough."""
     seconds = {**dict.fromkeys(free, 0.0), **busy}

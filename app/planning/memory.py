@@ -150,7 +150,7 @@ def step_memory(architecture: Architecture, recipe: Recipe, micro_batch: float, 
 def _frozen_weight_bytes(architecture: Architecture, recipe: Recipe, stored: int) -> float:
     """Bytes of the frozen weights: linear layers in autocast's precision or in 4 bits; experts (one
     tensor) and embeddings in their own precision, the embeddings with a cast copy for an output head that may
-    share them (training/model.py)."""
+    share them (workers/training/models/precision.py)."""
     embedding = architecture.vocabulary * architecture.hidden_size
     experts = 0
     if architecture.experts > 1:

@@ -367,7 +367,7 @@ class StoredFolder:
 
 
 _NOTE = ".fetched.json"
-"""In a folder that was fetched: which files of it were, and their objects."""
+"""A note in a fetched folder: which of its files were fetched, and from which objects."""
 
 
 def _fetched(folder: Path) -> Manifest:

@@ -29,12 +29,12 @@ _SAMPLES = 8
 def examine(family: str) -> dict[str, Any]:
     """What happens to a family; a step that fails says why."""
     from transformers import AutoConfig
-    from workers.training.gradients import direct_sums
 
     from tests.harness.any_family import lay_any, make_any, small_config
     from tests.harness.runs import events_of, small_data
     from tests.harness.specs import make_spec
     from tests.harness.training import run_to_end
+    from workers.training.gradients import direct_sums
     from workers.training.models.auto_class import auto_class
 
     direct_sums.LEAST_ELEMENTS = 1  # as for the large weights of real models

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
-from workers.training.gradients.gradient_sums import SeparateAccumulator, gradients_for
 
 from app.contract.plan import FixedSize, RankPlan, TokenBudget
 from tests.harness.gpu_results import keep
 from tests.harness.small_models import CONFIGS, make_model, make_window64
 from workers.training.checkpoints.state import LearnedBudget
+from workers.training.gradients.gradient_sums import SeparateAccumulator, gradients_for
 from workers.training.losses.loss import TokenLoss
 from workers.training.micro_batches.batches import cut_window
 from workers.training.micro_batches.budget import Budget

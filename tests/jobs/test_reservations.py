@@ -13,7 +13,7 @@ from sqlalchemy import update
 
 from app.jobs import lifecycle, queue
 from app.jobs.queue import Offer
-from app.jobs.reservations import DeviceId, DeviceTier, WaitingJob, jobs_to_reserve_for, tiers
+from app.jobs.reservations import DeviceId, DeviceTier, ReservableJob, jobs_to_reserve_for, tiers
 from app.storage.database import Database
 from app.storage.tables import Job
 from tests.harness.submissions import submitted
@@ -23,7 +23,7 @@ HOUR = 3600.0
 
 drawn_needs = st.lists(
     st.builds(
-        WaitingJob,
+        ReservableJob,
         place=st.floats(0, 100),
         devices=st.integers(1, 8),
         gpu_ids=st.frozensets(st.integers(0, 9), max_size=4),
@@ -34,7 +34,7 @@ drawn_needs = st.lists(
 
 
 @given(drawn_needs, st.sets(st.sampled_from(DEVICES)), st.sets(st.sampled_from(DEVICES)), st.randoms())
-def test_tiers(wanted: list[WaitingJob], free: set[int], busy: set[int], chance: random.Random) -> None:
+def test_tiers(wanted: list[ReservableJob], free: set[int], busy: set[int], chance: random.Random) -> None:
     soon = {device: chance.uniform(1, 1000) for device in busy - free}
     found = tiers(wanted, sorted(free), soon)
     assert found[0].devices == tuple(sorted(free))
@@ -45,39 +45,39 @@ def test_tiers(wanted: list[WaitingJob], free: set[int], busy: set[int], chance:
 
 
 def test_free_devices_and_those_free_soonest_are_kept() -> None:
-    wide = WaitingJob(1.0, 3, frozenset(), waited_seconds=100)
+    wide = ReservableJob(1.0, 3, frozenset(), waited_seconds=100)
     assert tiers([wide], [0, 1], {2: 50.0, 3: 10.0}) == [DeviceTier(1.0, (0, 1), ""), DeviceTier(inf, ())]
     assert tiers([wide], [0], {1: 1.0, 2: 2.0, 3: 99.0}) == [DeviceTier(1.0, (0,), ""), DeviceTier(inf, ())]
 
 
 def test_only_the_gpus_that_a_job_names_are_kept() -> None:
-    pinned = WaitingJob(1.0, 2, frozenset({0, 5}), waited_seconds=100)
+    pinned = ReservableJob(1.0, 2, frozenset({0, 5}), waited_seconds=100)
     assert tiers([pinned], [0, 1, 2], {5: 50.0}) == [DeviceTier(1.0, (0, 1, 2), ""), DeviceTier(inf, (1, 2))]
 
 
 @pytest.mark.parametrize(
     "job",
     [
-        WaitingJob(1.0, 5, frozenset(), 1e6),
-        WaitingJob(1.0, 1, frozenset({9}), 1e6),
-        WaitingJob(1.0, 2, frozenset({0, 9}), 1e6),
-        WaitingJob(1.0, 2, frozenset(), 1e6),
-        WaitingJob(1.0, 4, frozenset(), 10.0),
+        ReservableJob(1.0, 5, frozenset(), 1e6),
+        ReservableJob(1.0, 1, frozenset({9}), 1e6),
+        ReservableJob(1.0, 2, frozenset({0, 9}), 1e6),
+        ReservableJob(1.0, 2, frozenset(), 1e6),
+        ReservableJob(1.0, 4, frozenset(), 10.0),
     ],
     ids=["too many", "no such GPU", "one of them is missing", "can start now", "would wait for longer"],
 )
-def test_nothing_is_kept_without_need(job: WaitingJob) -> None:
+def test_nothing_is_kept_without_need(job: ReservableJob) -> None:
     assert tiers([job], [0, 1], {2: 60.0, 3: 60.0}) == [DeviceTier(inf, (0, 1))]
 
 
 def test_a_job_that_needs_more_devices_than_there_are_gets_all() -> None:
-    wide = WaitingJob(1.0, 16, frozenset(), 1e6)
+    wide = ReservableJob(1.0, 16, frozenset(), 1e6)
     assert tiers([wide], [0, 1], {2: 60.0}, most=3) == [DeviceTier(1.0, (0, 1), ""), DeviceTier(inf, ())]
     assert tiers([wide], [0, 1], {2: 60.0}) == [DeviceTier(inf, (0, 1))], "another worker has more devices"
 
 
 def test_devices_are_kept_for_several_jobs() -> None:
-    first, second = WaitingJob(1.0, 2, frozenset(), 1e6), WaitingJob(2.0, 1, frozenset({3}), 1e6)
+    first, second = ReservableJob(1.0, 2, frozenset(), 1e6), ReservableJob(2.0, 1, frozenset({3}), 1e6)
     assert tiers([first, second], [0], {1: 5.0, 2: 9.0, 3: 90.0}) == [
         DeviceTier(1.0, (0,), ""), DeviceTier(2.0, (), ""), DeviceTier(inf, ())
     ]  # fmt: skip
@@ -149,7 +149,7 @@ def ours(
     waiting: list[Simulated], free: list[DeviceId], busy: dict[DeviceId, float], now: float
 ) -> list[DeviceTier]:
     wanted = [
-        WaitingJob(job.arrives, job.devices, job.gpu_ids, now - job.arrives)
+        ReservableJob(job.arrives, job.devices, job.gpu_ids, now - job.arrives)
         for job in waiting
         if (job.devices > 1 or job.gpu_ids) and now - job.arrives >= 60
     ]

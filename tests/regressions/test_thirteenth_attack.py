@@ -362,7 +362,7 @@ def test_devices_are_kept_for_at_most_half_of_a_wait(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(reservations.time, "monotonic", lambda: now)
     keeping, kept = reservations.Reservations(), 0.0
     while now < 10_000:
-        job = reservations.WaitingJob(1.0, 2, frozenset(), waited_seconds=60.0 + now, job_id="ftjob-wide")
+        job = reservations.ReservableJob(1.0, 2, frozenset(), waited_seconds=60.0 + now, job_id="ftjob-wide")
         found = reservations.tiers(keeping.update([job]), [1], {0: 0.5})
         keeping.note(found)
         kept += 5.0 if not found[-1].devices else 0.0

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from workers.training.gradients import direct_sums
 
 from tests.harness import table
 from tests.harness.small_models import Window64, make_window64
+from workers.training.gradients import direct_sums
 
 torch.set_num_threads(1)
 

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from workers.training.gradients.gradient_sums import SeparateAccumulator
 
 from app.contract.plan import FixedSize
 from tests.harness.peers import Sample, Stream, run_trainer, sample_of
@@ -22,6 +21,7 @@ from tests.harness.small_models import VOCABULARY, make_model
 from tests.harness.specs import make_optimizer, make_schedule, make_spec
 from tests.harness.table import compared
 from tests.harness.training import interrupted_at, run_to_end, scale_losses
+from workers.training.gradients.gradient_sums import SeparateAccumulator
 from workers.training.losses.load_balancing_loss import load_balancing_loss_of
 from workers.training.losses.loss import TokenLoss
 from workers.training.micro_batches.batches import BatchLayout, MicroBatch, Row, collate

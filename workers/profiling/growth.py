@@ -23,7 +23,7 @@ TERMS = 5
 """The number of terms that a block may grow with: 1, rows, rows², positions of the first and second chunk."""
 
 
-class DifferentTapes(Exception):
+class DifferentTraces(Exception):
     """The two traces make different allocations."""
 
 
@@ -73,10 +73,10 @@ def growths(one: TracedSize, other: TracedSize) -> Growths:
     """How each block of the first trace grows.
 
     Raises:
-        DifferentTapes: the traces make different allocations, or in a different order.
+        DifferentTraces: the traces make different allocations, or in a different order.
     """
     if not _same_allocations(one.trace, other.trace):
-        raise DifferentTapes("the step makes different allocations at different micro-batches")
+        raise DifferentTraces("the step makes different allocations at different micro-batches")
     return {
         id(block): _growth(block.size, twin.size, one, other)
         for block, twin in zip(one.trace.blocks, other.trace.blocks, strict=True)

@@ -11,7 +11,7 @@ from workers.profiling.allocation_trace import AllocationTrace, Peak, peaks
 from workers.profiling.allocator import replay
 from workers.profiling.depth import Depth, depth_for, layers_in, period_of
 from workers.profiling.growth import (
-    DifferentTapes,
+    DifferentTraces,
     Growths,
     PeakCandidates,
     Range,
@@ -98,7 +98,7 @@ def _retried_variants(
     that is not fixed."""
     try:
         return _step_variants(simulation, sequence, together)
-    except DifferentTapes:
+    except DifferentTraces:
         return _step_variants(simulation, sequence, together)
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
 from app.contract.plan import FixedSize, MicroBatchRule, TokenBudget
 from tests.harness.runs import create_run, small_data
@@ -13,11 +14,20 @@ from tests.harness.training import events_of_kind, run_to_end, scale_losses
 from workers.training.exceptions import CannotTrain
 
 
+def depend_on_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes each layer's result depend on the number of tokens in the micro-batch."""
+    forward = GPT2Block.forward
+
+    def mixing(self: GPT2Block, hidden: torch.Tensor, *arguments: Any, **named: Any) -> Any:
+        return forward(self, hidden * (1.0 + 1e-3 * hidden.shape[:2].numel()), *arguments, **named)
+
+    monkeypatch.setattr(GPT2Block, "forward", mixing)
+
+
 def test_a_model_that_mixes_the_samples_of_a_micro_batch_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A loss that depends on the number of samples in a micro-batch cannot be accumulated."""
-    scale_losses(monkeypatch, lambda batch: 1.0 + 0.01 * len(batch.lengths))
+    depend_on_micro_batch(monkeypatch)
     spec = make_spec(data=small_data(), max_steps=3, certificate=True)
     with pytest.raises(CannotTrain, match="equivalence_check: false"):
         run_to_end(create_run(tmp_path / "run", spec, rule=FixedSize(samples=8)))
@@ -27,7 +37,7 @@ def test_a_model_that_mixes_samples_is_refused_even_if_the_first_window_keeps_th
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each of its micro-batches holds one sample, and later ones may hold two."""
-    scale_losses(monkeypatch, lambda batch: 1.0 + 0.01 * len(batch.lengths))
+    depend_on_micro_batch(monkeypatch)
     spec = make_spec(data=small_data(max_length=4), max_steps=3, certificate=True)
     with pytest.raises(CannotTrain, match="equivalence_check: false"):
         run_to_end(create_run(tmp_path / "run", spec, rule=TokenBudget(tokens=4), most_tokens=8))

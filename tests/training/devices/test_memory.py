@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
-from workers.training.gradients.direct_sums import DirectSums
 
 from app.contract.plan import TokenBudget
 from tests.harness.live_bytes import peak_of
@@ -17,6 +16,7 @@ from tests.harness.small_models import Window64, make_model
 from tests.harness.specs import make_spec
 from tests.harness.training import run_to_end
 from workers.training.devices import host_memory
+from workers.training.gradients.direct_sums import DirectSums
 from workers.training.losses.loss import TokenLoss
 from workers.training.micro_batches.batches import BatchLayout, MicroBatch, collate
 from workers.training.window import Clipping, Window

@@ -5,13 +5,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from workers.training.gradients.noise_scale import MIN_MEASUREMENTS, Measurement, estimate
 
 from app.contract.plan import TokenBudget
 from tests.harness.runs import create_run, events_of, small_data, write_texts
 from tests.harness.specs import make_optimizer, make_schedule, make_spec
 from tests.harness.training import run_to_end
 from workers.training.data.preparation import Samples
+from workers.training.gradients.noise_scale import MIN_MEASUREMENTS, Measurement, estimate
 from workers.training.losses.loss import TokenLoss
 from workers.training.micro_batches.batches import BatchLayout, collate
 from workers.training.models import base_model

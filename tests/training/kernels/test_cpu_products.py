@@ -10,8 +10,6 @@ import pytest
 import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
-from workers.training.gradients import direct_sums
-from workers.training.gradients.direct_sums import DirectSums
 
 from app.contract.model_reference import LoraSpec
 from app.contract.spec import MethodSpec
@@ -19,6 +17,8 @@ from tests.harness.any_family import lay_any
 from tests.harness.runs import small_data
 from tests.harness.specs import make_spec
 from tests.harness.training import events_of_kind, interrupted_at, raw_log, run_to_end, weights
+from workers.training.gradients import direct_sums
+from workers.training.gradients.direct_sums import DirectSums
 from workers.training.kernels import cpu_products
 from workers.training.kernels.cpu_products import OneDnnProducts, suitable_shapes
 

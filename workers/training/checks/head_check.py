@@ -1,8 +1,8 @@
 """Checks that the output head alone gives the model's own logits. If not, the model's own are used.
 
-It is checked with the loss of a sample, which shows whether the hidden states are the model's own; and with
-hidden states of a single entry (`head_error`), which show exactly what happens to them afterwards, also what
-small logits or low precisions would hide.
+There are two checks. The loss of a sample shows whether the hidden states are the model's own. Constructed
+hidden states, of which only one entry is not zero (`head_error`), show exactly what happens to hidden states
+afterwards, even what small logits or low precisions would hide.
 """
 
 import contextlib

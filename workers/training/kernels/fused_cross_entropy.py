@@ -5,7 +5,7 @@ bf16, and replaces them by the gradient: once for the largest logit and the sum 
 updated block by block (Milakov and Gimelshein 2018, arXiv:1805.02867), and once for the gradient. All
 arithmetic is in fp32, as without it.
 
-It is written in Triton, which comes with PyTorch's CUDA builds for Linux; `kernels.py` imports this module
+It is written in Triton, which comes with PyTorch's CUDA builds for Linux; `selection.py` imports this module
 where Triton is installed.
 """
 

@@ -3,7 +3,7 @@
 Micro-batches need no padding if all of their samples are in one row, and attention is computed sample by
 sample. The cost of a packed row is then just that of its tokens, however their lengths differ. So a job that
 did not ask for packing gets it too, if the model keeps samples apart (packing_check.py), and if the gradient
-stays as it is (kernels.py). Like any cut into micro-batches, this does not change the training.
+stays as it is (selection.py). Like any cut into micro-batches, this does not change the training.
 
 On a GPU, this needs a kernel for such rows. On a CPU, samples of similar length are padded for attention
 alone (sample_groups.py). In models that are wide enough, this takes less time than padding whole

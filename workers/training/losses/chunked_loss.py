@@ -92,7 +92,7 @@ class ChunkedLoss(torch.autograd.Function):
 def _loss_and_error(
     logits: Tensor, targets: Tensor, weights: Tensor | None, head: Head, smoothing: float, with_error: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """A chunk's summed loss and, with an error, its derivative by the head's plain products.
+    """A chunk's summed loss and, if `with_error`, the loss's derivative by the head's plain products (its error).
 
     Args:
         logits: these products, of shape (rows, vocabulary) and at least fp32; overwritten.
@@ -174,7 +174,8 @@ class _HeadGradients:
             self.add_rounded(part, error.to(self._dtype), states, error)
 
     def add_rounded(self, part: slice, narrow: Tensor, states: Tensor, error: Tensor | None = None) -> None:
-        """Adds a chunk whose error is already in the precision of products; `error` is it before that."""
+        """Adds a chunk. `narrow` is its error in the precision of products; `error` is the same before it was
+        rounded, from which the bias's gradient is summed (None: it was not rounded)."""
         if self.to_hidden is not None:
             self.to_hidden[part] = self._products.backward(narrow, self.matrix)
         if self._sums is not None:

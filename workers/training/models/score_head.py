@@ -46,7 +46,7 @@ class SavedHead:
 
 
 def configure(config: Any, head: ScoreHead) -> SavedHead:
-    """Makes a model's config that of a model with the head. Returns what the files hold."""
+    """Changes a model's config to that of a model with this head. Returns what the files hold."""
     names = tuple(map(str, config.id2label.values())) if scores_sequences(config) else ()
     order = None
     if sorted(names) == sorted(head.names):
