@@ -2,8 +2,8 @@
 engine. On the CPU, inference engines take no lock.
 
 On this machine, the trainer, not the worker, holds the lock, which it inherits: the lock is free as soon as
-the trainer has ended, even if the worker is suspended and cannot release anything. The worker itself holds the locks of
-the devices that it uses in Slurm, Ray or Kubernetes.
+the trainer has ended, even if the worker is suspended and cannot release anything. The worker itself holds
+the locks of the devices that it uses in Slurm, Ray or Kubernetes.
 """
 
 import fcntl

@@ -14,7 +14,7 @@ The trainer writes all others:
     tuning.jsonl     a line per decision about the token budget, over all attempts
     trial            while a window tries another token budget
     comparing-kernels-0  while a rank compares kernels of other packages with the model's own
-    .base/           the base model's files, as links, made safe to load (training/model_files.py)
+    .base/           the base model's files, as links, made safe to load (training/models/model_files.py)
     base_model.json  identifies those files, so that every attempt trains from the same ones
     base_weights     a digest of the weights before the first step
     data/            the tokenised samples

@@ -233,10 +233,10 @@ class Supervisor:
 
     def _enforce_temperature(self, running: Running) -> bool:
         """Pauses a trainer whose GPU is too hot, and stops it if its GPU does not cool down."""
-        heat = temperature.enforce(running, self.slots, self.settings.max_gpu_temperature)
-        if heat is CoolingState.STAYS_HOT:
+        cooling = temperature.enforce(running, self.slots, self.settings.max_gpu_temperature)
+        if cooling is CoolingState.STAYS_HOT:
             self._interrupt(running, "its GPU stayed too hot (ACCRUE_MAX_GPU_TEMPERATURE)")
-        return heat is not CoolingState.BELOW_LIMIT
+        return cooling is not CoolingState.BELOW_LIMIT
 
     def _is_stuck(self, running: Running) -> bool:
         """Whether nothing in its run directory has changed for too long."""

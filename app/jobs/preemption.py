@@ -35,8 +35,8 @@ _FREE_SECONDS = 60.0
 """After this time, devices that another worker leaves free do not count any more: it is draining, say."""
 
 _AGAIN_SECONDS = 600.0
-"""After jobs have made way for a job, none make way for it again for this long: it may be unable to start, for
-lack of disk space, for example."""
+"""After jobs have made way for a job, none make way for it again for this long: it may be unable to start,
+for lack of disk space, for example."""
 
 _MOST = 50
 """The number of queued jobs that are considered, in the order of the queue."""

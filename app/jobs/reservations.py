@@ -139,8 +139,8 @@ def jobs_to_reserve_for(
 
 
 def seconds_left(session: Session, job_ids: Sequence[str]) -> dict[str, float]:
-    """The seconds that each running job is expected to need from now on, by job. A job that cannot tell yet is expected to
-    take as long again as it has run."""
+    """The seconds that each running job is expected to need from now on, by job. A job that has no estimate
+    yet is expected to take as long again as it has run."""
     rows = session.execute(
         select(Job.id, Job.progress, database_now() - Attempt.claimed_at)
         .join(Attempt, and_(Attempt.job_id == Job.id, Attempt.attempt == Job.attempt))

@@ -161,7 +161,8 @@ def build_spec(
     if model.layers and model.scores and model.scores != (own.classes or (REWARD,)):
         raise Unprocessable(
             f"{model.name} has other scores ({', '.join(model.scores)[:200]}) than this job would train: "
-            "start from a language model, or from a model that was saved whole, not from adapters or a checkpoint.",
+            "start from a language model, or from a model that was saved whole, not from adapters or a "
+            "checkpoint.",
             field="model_name",
         )
     samples = data.examples - own.held_out()

@@ -70,7 +70,7 @@ def test_an_invalid_list_is_rejected_with_little_memory(kind: type[Operators | C
         tracemalloc.stop()
 
 
-def subject(database: Database, job_id: str) -> MeasuredJob:
+def measured_job(database: Database, job_id: str) -> MeasuredJob:
     memory = SimpleNamespace(peak_process_bytes=GIB, peak_allocated_bytes=GIB)
     estimate = SimpleNamespace(source="formula", memory=lambda rows, *, accumulating: memory)
     with database.reading() as session:
@@ -92,7 +92,7 @@ def test_implausible_measurements_do_not_affect_plans(
              "tokens_per_second": 1.0, "peak_bytes": peak}  # fmt: skip
     tuning = Tuning.model_validate({"token_budget": 64, "samples": 8, "tried": [tried]})
     with database.writing() as session:
-        measurements.record_tuning(session, subject(database, job_id), tuning)
+        measurements.record_tuning(session, measured_job(database, job_id), tuning)
     with database.reading() as session:
         assert session.query(Measurement).count() == int(is_kept)
 

@@ -18,7 +18,7 @@ from tests.harness.small_models import make_model, make_window64
 from tests.harness.specs import make_spec
 from tests.harness.training import events_of_kind, run_to_end, weights
 from workers.run_directory import RunDirectory
-from workers.training.kernels import selection as kernels
+from workers.training.kernels import selection
 from workers.training.losses.loss import TokenLoss, boundaries
 from workers.training.micro_batches.batches import MicroBatch
 from workers.training.models.head import Head
@@ -55,11 +55,11 @@ def killing(norm: Any, states: torch.Tensor) -> torch.Tensor:
 def with_kernels(monkeypatch: pytest.MonkeyPatch, compute: Callable[..., torch.Tensor]) -> None:
     """Lets the trainer find a package whose norms are computed by a function."""
 
-    def installed(replica: Any, spec: Any, *, packed: bool, longest: int) -> list[kernels.Kernels]:
+    def installed(replica: Any, spec: Any, *, packed: bool, longest: int) -> list[selection.Kernels]:
         model = replica.model
-        return [kernels.Patch("fast-norms 1.0", model, lambda: replace_norms(model, compute))]
+        return [selection.Patch("fast-norms 1.0", model, lambda: replace_norms(model, compute))]
 
-    monkeypatch.setattr(kernels, "installed_kernels", installed)
+    monkeypatch.setattr(selection, "installed_kernels", installed)
 
 
 def trained(path: Path, attempt: int = 1) -> RunDirectory:
@@ -133,13 +133,13 @@ def test_a_patch_can_be_switched_off_and_on(monkeypatch: pytest.MonkeyPatch) -> 
         code.new_name = 1  # type: ignore[attr-defined]
 
     eps = layer.eps
-    patch = kernels.Patch("package", model, apply)
+    patch = selection.Patch("package", model, apply)
     for _ in range(2):
         patch.switch_on()
         assert "forward" in vars(layer)
         assert layer.eps == 0.5
         assert (code.rotate, code.new_name) == ("theirs", 1)  # type: ignore[attr-defined]
-        with kernels.model_kernels([patch]):
+        with selection.model_kernels([patch]):
             assert "forward" not in vars(layer)
             assert layer.eps == eps
             assert code.rotate == "own"
@@ -157,7 +157,7 @@ def test_a_patch_that_fails_changes_nothing() -> None:
         layer.__dict__["forward"] = same
         raise ImportError("no Triton")
 
-    patch = kernels.Patch("package", model, apply)
+    patch = selection.Patch("package", model, apply)
     with pytest.raises(ImportError):
         patch.switch_on()
     assert "forward" not in vars(layer)
@@ -187,7 +187,7 @@ def liger(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 def test_liger_kernel_replaces_layers_but_not_the_loss(liger: list[dict[str, Any]]) -> None:
     replica = a_replica(make_model("llama"))
-    [found] = kernels.installed_kernels(
+    [found] = selection.installed_kernels(
         replica, make_spec(kernels="auto", attention="eager"), packed=False, longest=9
     )
     assert found.name == "liger-kernel"
@@ -207,8 +207,8 @@ def test_rotary_embeddings_are_compiled_for_few_numbers_of_rows(monkeypatch: pyt
 
         return apply
 
-    apply = kernels.for_few_numbers_of_rows(as_("kernel"), as_("own"))
-    monkeypatch.setattr(kernels, "_NUMBERS_OF_ROWS", 4)
+    apply = selection.for_few_numbers_of_rows(as_("kernel"), as_("own"))
+    monkeypatch.setattr(selection, "_NUMBERS_OF_ROWS", 4)
     for rows in (1, 8, 1, 7, 6, 5, 8, 9, 1):
         states = torch.zeros(rows, 2, 3, 4)
         assert apply(states, states)[0] is states
@@ -234,7 +234,7 @@ def test_the_patched_rotary_embeddings_are_those_of_liger_kernel(
         sys.modules["liger_kernel.transformers.monkey_patch"], "_apply_liger_kernel_to_instance", patch
     )
     model = make_model("llama")
-    [found] = kernels.installed_kernels(
+    [found] = selection.installed_kernels(
         a_replica(model), make_spec(kernels="auto", attention="eager"), packed=False, longest=9
     )
     found.switch_on()
@@ -260,7 +260,7 @@ def test_liger_kernel_is_left_out_where_it_cannot_help(
     liger: list[dict[str, Any]], spec: dict[str, Any], replica: dict[str, Any]
 ) -> None:
     chosen = make_spec(**{"kernels": "auto", "attention": "eager", **spec})
-    assert not kernels.installed_kernels(
+    assert not selection.installed_kernels(
         a_replica(**{"model": make_model("llama"), **replica}), chosen, packed=False, longest=9
     )
 
@@ -302,7 +302,7 @@ def test_flash_attention_is_chosen_by_the_device_and_the_rows(
         replica.model.config._attn_implementation = implementation
 
     replica.model.set_attn_implementation = choose
-    found = kernels.installed_kernels(replica, make_spec(kernels="auto"), packed=packed, longest=9)
+    found = selection.installed_kernels(replica, make_spec(kernels="auto"), packed=packed, longest=9)
     for each in found:
         each.switch_on()
         assert replica.token_loss.passes_boundaries
@@ -314,7 +314,7 @@ def test_a_model_that_does_not_support_flash_attention_says_so() -> None:
     replica = a_replica(make_model("llama"))
     replica.model.set_attn_implementation = lambda _: None
     with pytest.raises(NotImplementedError, match="cannot be flash_attention_2"):
-        kernels.BoundaryAttention(replica, "flash_attention_2", "flash-attn").switch_on()
+        selection.BoundaryAttention(replica, "flash_attention_2", "flash-attn").switch_on()
 
 
 def test_flash_attention_is_told_where_samples_begin() -> None:
@@ -382,8 +382,8 @@ def test_the_fused_loss_gives_the_gradient_of_the_plain_one(
 def test_the_fused_loss_is_offered_where_it_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
     token_loss = TokenLoss(make_model("gpt2"))
     replica: Any = SimpleNamespace(token_loss=token_loss, precision="bf16")
-    monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: name == "triton" or None)
-    offered = kernels._fused_loss(replica)
+    monkeypatch.setattr(selection.importlib.util, "find_spec", lambda name: name == "triton" or None)
+    offered = selection._fused_loss(replica)
     assert offered is not None
     assert "cross-entropy" in offered.name
     monkeypatch.setitem(
@@ -394,12 +394,12 @@ def test_the_fused_loss_is_offered_where_it_can_run(monkeypatch: pytest.MonkeyPa
     offered.switch_off()
     assert token_loss.fused is None
     replica.precision = "fp16"  # its products need a scale of their own
-    assert kernels._fused_loss(replica) is None
+    assert selection._fused_loss(replica) is None
     replica.precision = "bf16"
     token_loss.head = replace(token_loss.head, cap=30.0)  # type: ignore[type-var]
-    assert kernels._fused_loss(replica) is None
+    assert selection._fused_loss(replica) is None
     token_loss.head = None
-    assert kernels._fused_loss(replica) is None
+    assert selection._fused_loss(replica) is None
 
 
 def module(name: str, **content: Any) -> ModuleType:

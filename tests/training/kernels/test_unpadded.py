@@ -17,8 +17,7 @@ from tests.harness.specs import make_spec
 from tests.harness.training import events_of_kind, interrupted_at, raw_log, run_to_end, weights
 from workers.run_directory import RunDirectory
 from workers.training.checks import packing_check
-from workers.training.kernels import sample_groups, unpadded, varlen_attention
-from workers.training.kernels import selection as kernels
+from workers.training.kernels import sample_groups, selection, unpadded, varlen_attention
 from workers.training.kernels.selection import BoundaryAttention
 from workers.training.micro_batches import trial_policy
 
@@ -215,7 +214,7 @@ def test_a_kernel_of_padded_rows_is_compared_again_on_packed_ones(
         varlen_attention.register()
         return [BoundaryAttention(replica, varlen_attention.NAME, "fast")] if spec.kernels == "auto" else []
 
-    monkeypatch.setattr(kernels, "installed_kernels", installed)
+    monkeypatch.setattr(selection, "installed_kernels", installed)
     plain, own = padded_and_unpadded(tmp_path)
     used, not_used = events_of_kind(own, "kernels")
     assert used["data"]["used"]

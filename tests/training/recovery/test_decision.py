@@ -1,4 +1,4 @@
-"""One decision for each window, from all that was outcome of it."""
+"""One decision for each window, from everything that happened while it was accumulated."""
 
 from math import inf, nan
 

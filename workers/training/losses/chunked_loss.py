@@ -92,7 +92,7 @@ class ChunkedLoss(torch.autograd.Function):
 def _loss_and_error(
     logits: Tensor, targets: Tensor, weights: Tensor | None, head: Head, smoothing: float, with_error: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """A chunk's summed loss and, if `with_error`, the loss's derivative by the head's plain products (its error).
+    """A chunk's summed loss and, if `with_error`, the loss's derivative by the head's products (its error).
 
     Args:
         logits: these products, of shape (rows, vocabulary) and at least fp32; overwritten.

@@ -72,6 +72,7 @@ def turn_dropout_off(model: torch.nn.Module) -> bool:
 
 
 def restore_dropout(model: torch.nn.Module) -> None:
+    """Restores in a model's configurations what `turn_dropout_off` has changed."""
     for config in _configs_of(model):
         for name, value in getattr(config, "accrue_dropout", {}).items():
             setattr(config, name, value)
