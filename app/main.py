@@ -21,7 +21,7 @@ from app.jobs import configuration_routes, openai_routes
 from app.jobs import routes as job_routes
 from app.jobs.etags import AnswerCache
 from app.jobs.reads import ImmediateReads
-from app.maintenance.data_folder import DataFolder
+from app.maintenance.data_folder import DataFolderLock
 from app.maintenance.retention import Retention
 from app.memory_profiles import routes as profile_routes
 from app.models import routes as model_routes
@@ -133,7 +133,7 @@ def create_app(settings: Settings | None = None, authenticate: Authenticate | No
         redoc_url=None,
     )
     _add_state(app, settings, authenticate)
-    data_folder = DataFolder(settings)
+    data_folder = DataFolderLock(settings)
     audit = AuditLog(app.state.database, settings.audit_days)
     retention = Retention(app.state.database, settings)
     webhooks = _webhooks(settings, app.state.database)

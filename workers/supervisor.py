@@ -154,7 +154,7 @@ class Supervisor:
         if any(running.started_at < prepared for running in self.running):
             return True
         with self._guarded(None), self.database.reading() as session:
-            return requests.any_free(session)
+            return requests.any_unclaimed(session)
         return False
 
     def _should_start_exports(self, exports: HelperProcess) -> bool:
@@ -162,7 +162,7 @@ class Supervisor:
         if self.draining or exports.is_alive:
             return False
         with self._guarded(None), self.database.reading() as session:
-            return export_requests.any_free(session)
+            return export_requests.any_unclaimed(session)
         return False
 
     def _is_done(self) -> bool:

@@ -25,7 +25,8 @@ _MAX_RECONNECTS = 5
 _RESTART_SECONDS, _SECONDS_BETWEEN_TRIES = 300.0, 2.0
 """How long a service may take to restart while a command follows a job, and how often it is tried."""
 _TOO_MANY_REQUESTS, _SERVER_ERRORS = 429, 500
-"""The status of an answer to too many requests, and the first of those about the service itself."""
+"""The status of the answer to a client that sends too many requests, and the lowest of the statuses that mean
+that the service itself has failed."""
 
 
 class ServiceError(Exception):

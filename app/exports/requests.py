@@ -94,21 +94,21 @@ def remove(database: Database, settings: Settings, job_id: str, export_id: str) 
     stored_files.remove_export(settings, job_id, export_id)
 
 
-def _is_free() -> ColumnElement[bool]:
+def _is_unclaimed() -> ColumnElement[bool]:
     """The condition that an export is wanted, and that no process is making it."""
     silent = Export.claimed_at < database_now() - CLAIM_SECONDS
     return or_(Export.status == "queued", and_(Export.status == "running", silent))
 
 
-def any_free(session: Session) -> bool:
+def any_unclaimed(session: Session) -> bool:
     """Whether an export waits for a process."""
-    query = select(Export.id).where(_is_free()).limit(1)
+    query = select(Export.id).where(_is_unclaimed()).limit(1)
     return session.execute(query, execution_options=OF_EVERYONE).first() is not None
 
 
 def claim(session: Session, process: str) -> Claimed | None:
     """Claims the oldest export that no process is making."""
-    oldest = select(Export.id).where(_is_free()).order_by(Export.id).limit(1)
+    oldest = select(Export.id).where(_is_unclaimed()).order_by(Export.id).limit(1)
     found = session.execute(
         oldest.with_for_update(skip_locked=True), execution_options=OF_EVERYONE
     ).scalar_one_or_none()
@@ -116,7 +116,7 @@ def claim(session: Session, process: str) -> Claimed | None:
         return None
     row = session.execute(
         update(Export)
-        .where(Export.id == found, _is_free())
+        .where(Export.id == found, _is_unclaimed())
         .values(status="running", claimed_at=database_now(), claimed_by=process, attempts=Export.attempts + 1)
         .returning(Export.id, Export.job_id, Export.order, Export.attempts)
     ).one_or_none()
@@ -146,8 +146,9 @@ def finish(session: Session, process: str, export_id: str, result: ExportResult)
 
 
 def release(session: Session, process: str, export_id: str) -> None:
-    """Returns a claimed export, which another process may then claim at once: under the same number of
-    attempts, so nothing of this one may be left. Does nothing if the process does not have it any more."""
+    """Puts a claimed export back into the queue, where another process may claim it at once. That claim gets
+    the same attempt number, so the caller must have removed everything that this attempt wrote. Does nothing
+    if the process no longer has the claim."""
     own = Export.id == export_id, Export.claimed_by == process, Export.status == "running"
     session.execute(
         update(Export).where(*own).values(status="queued", claimed_by=None, attempts=Export.attempts - 1)

@@ -111,16 +111,16 @@ def _is_abandoned() -> ColumnElement[bool]:
     return InferenceRequest.awaited_at < database_now() - _ABANDONED_SECONDS
 
 
-def _is_free() -> ColumnElement[bool]:
+def _is_unclaimed() -> ColumnElement[bool]:
     """The condition that an answer is awaited, and that no process works on it."""
     unclaimed = InferenceRequest.claimed_at.is_(None)
     silent = InferenceRequest.claimed_at < database_now() - CLAIM_SECONDS
     return and_(or_(unclaimed, silent), not_(_is_abandoned()))
 
 
-def any_free(session: Session) -> bool:
+def any_unclaimed(session: Session) -> bool:
     """Whether a request waits for an inference process."""
-    return session.scalar(select(InferenceRequest.id).where(_is_free()).limit(1)) is not None
+    return session.scalar(select(InferenceRequest.id).where(_is_unclaimed()).limit(1)) is not None
 
 
 def claim(session: Session, process: str, most: int) -> list[Claimed]:
@@ -133,7 +133,7 @@ def claim(session: Session, process: str, most: int) -> list[Claimed]:
     found = list(
         session.scalars(
             select(InferenceRequest.id)
-            .where(_is_free())
+            .where(_is_unclaimed())
             .order_by(InferenceRequest.id)
             .limit(most)
             .with_for_update(skip_locked=True)
@@ -143,7 +143,7 @@ def claim(session: Session, process: str, most: int) -> list[Claimed]:
         return []
     claimed = session.execute(
         update(InferenceRequest)
-        .where(InferenceRequest.id.in_(found), _is_free())
+        .where(InferenceRequest.id.in_(found), _is_unclaimed())
         .values(claimed_at=database_now(), claimed_by=process, attempts=InferenceRequest.attempts + 1)
         .returning(
             InferenceRequest.id, InferenceRequest.key_id, InferenceRequest.order, InferenceRequest.attempts
@@ -230,6 +230,6 @@ def new_parts(session: Session, read: Mapping[str, int]) -> list[tuple[str, int,
 
 def unclaimed(session: Session, request_ids: Iterable[str]) -> tuple[set[str], set[str]]:
     """Which of these requests exist, and which of them no process works on."""
-    query = select(InferenceRequest.id, _is_free()).where(InferenceRequest.id.in_(list(request_ids)))
+    query = select(InferenceRequest.id, _is_unclaimed()).where(InferenceRequest.id.in_(list(request_ids)))
     rows = session.execute(query).all()
     return {row[0] for row in rows}, {row[0] for row in rows if row[1]}

@@ -39,7 +39,7 @@ RequestedStrategy = Literal["ddp", "fsdp", "deepspeed", "dataparallel"]
 requested): their results would be the same."""
 
 
-def _is_exact_but_for_rounding(given: Any) -> Any:
+def _reject_powersgd(given: Any) -> Any:
     if given == "powersgd":
         raise ValueError(
             "powersgd is not available, since what it leaves out depends on how the work is split: choose "
@@ -48,7 +48,7 @@ def _is_exact_but_for_rounding(given: Any) -> Any:
     return given
 
 
-Compression = Annotated[GradientCompression, BeforeValidator(_is_exact_but_for_rounding)]
+Compression = Annotated[GradientCompression, BeforeValidator(_reject_powersgd)]
 
 
 class DistributedConfig(Request):

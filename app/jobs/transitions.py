@@ -73,7 +73,8 @@ def change(
 ) -> RequestedAction | None:
     """Writes a job's row, and moves the job along an edge.
 
-    Only a claim has its own statement (queue.py), since it also selects the row.
+    A claim has its own statement (queue.py), since it also selects the row, and so has the note in
+    preemption.py that room is being made for a job.
 
     Args:
         where: a worker's fence, or a job that this session has locked.

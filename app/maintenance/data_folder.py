@@ -1,4 +1,5 @@
-"""Locks on the data folder while services and workers run, and removal of what killed services left behind.
+"""Locks on the data folder while services and workers run, and removal of what services
+left behind when they were killed.
 
 A service that is killed may leave an upload that no row names, or the run directory of a job that was being
 deleted. Both are marked while they are in progress. A starting service removes them if no other service uses
@@ -27,7 +28,7 @@ _SERVICE_LOCK, _WORKER_LOCK = ".in-use", ".worked-in"
 running."""
 
 
-class DataFolder:
+class DataFolderLock:
     """A service's lock on the data folder: no backup can be restored between `hold()` and `release()`."""
 
     def __init__(self, settings: Settings) -> None:

@@ -44,7 +44,7 @@ class _Write:
 
 
 class GroupCommit:
-    """Accepts writes from `start()`, which must be called in the event loop, to `close()`."""
+    """Accepts writes between `start()`, which must be called in the event loop, and `close()`."""
 
     def __init__(self, database: Database) -> None:
         self._database = database

@@ -14,8 +14,8 @@ from sqlalchemy.orm import ORMExecuteState, with_loader_criteria
 from app.storage.tables import Owned
 
 OF_EVERYONE = {"accrue_of_everyone": True}
-"""Execution options for a query that includes rows of other owners: of these, its caller may pass on to a
-client only counts and the speeds of devices."""
+"""Execution options for a query that also returns rows of other owners. From these rows, the code that runs
+the query may pass on to a client only counts and the speeds of devices."""
 
 
 @dataclass(frozen=True)

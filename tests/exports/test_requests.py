@@ -99,7 +99,7 @@ def test_a_failed_export_says_why(database: Database, job_id: str) -> None:
     with database.reading() as session:
         export = session.get_one(Export, export_id)
         assert (export.status, export.error) == ("failed", "no\N{REPLACEMENT CHARACTER} memory")
-        assert not requests.any_free(session)
+        assert not requests.any_unclaimed(session)
 
 
 def test_without_a_worker_nothing_is_stored(database: Database, settings: Settings) -> None:

@@ -103,9 +103,9 @@ def test_a_released_request_is_free_at_once(worked: Database) -> None:
     request_id = requests.add(worked, ORDER, None)
     claimed(worked)
     with worked.writing() as session:
-        assert not requests.any_free(session)
+        assert not requests.any_unclaimed(session)
         requests.release(session, "p", [request_id])
-        assert requests.any_free(session)
+        assert requests.any_unclaimed(session)
         (again,) = requests.claim(session, "q", 10)
     assert again.attempts == 1
 

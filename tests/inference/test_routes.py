@@ -303,7 +303,7 @@ def test_a_request_that_nobody_takes_ends(
     assert answer.status_code == 503
     assert "ACCRUE_INFERENCE" in answer.json()["detail"]
     with database.reading() as session:
-        assert not requests.any_free(session)
+        assert not requests.any_unclaimed(session)
 
 
 @pytest.mark.parametrize(

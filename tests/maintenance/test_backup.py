@@ -17,7 +17,7 @@ from app.datasets import content, files
 from app.errors import BadSetting, InvalidRequest
 from app.jobs import lifecycle, queue
 from app.maintenance import backup, doctor
-from app.maintenance.data_folder import DataFolder, held_by_worker, held_exclusively
+from app.maintenance.data_folder import DataFolderLock, held_by_worker, held_exclusively
 from app.settings import Settings
 from app.storage.database import Database
 from app.storage.tables import File, Job
@@ -209,7 +209,7 @@ def test_sqlite_with_a_known_fault_is_named(version: tuple[int, int, int], verdi
 def test_nothing_is_restored_under_a_running_service_or_worker(
     settings: Settings, database: Database
 ) -> None:
-    served = DataFolder(settings)
+    served = DataFolderLock(settings)
     with held_by_worker(settings):
         served.hold(database)  # both work in it at once
         served.release()

@@ -153,7 +153,7 @@ class Dispatcher:
 
     def _claim(self) -> None:
         with self._database.reading() as session:
-            if not requests.any_free(session):
+            if not requests.any_unclaimed(session):
                 return
         with self._database.writing() as session:
             claimed = requests.claim(session, self._process_id, MAX_CLAIMED - len(self._open))

@@ -107,7 +107,8 @@ def _answer(order: LoadOrder, apart: bool) -> int:
 
 
 def _read_in_thread() -> "SimpleQueue[bytes | None]":
-    """The lines that come over the socket, read by a thread, so that its end also ends a long answer."""
+    """The lines that come over the socket, read by a thread, so that the end of the socket also ends
+    a long answer."""
     lines: SimpleQueue[bytes | None] = SimpleQueue()
 
     def read() -> None:

@@ -47,13 +47,13 @@ class CheckpointWriter:
             The checkpoints that are on disk now and were not returned before.
 
         Raises:
-            OSError: this checkpoint could not be written. If only the earlier one could not, this one stands
-                for it.
+            OSError: this checkpoint could not be written. If only the earlier one, which was still being
+                written, failed, there is no error: this newer checkpoint replaces it.
         """
         try:
             done = self.wait()
             copied = self._copy(content) if self._has_memory(content) else None
-        except OSError:  # this one, which is newer, stands for the one that could not be written
+        except OSError:  # this newer checkpoint replaces the one that could not be written
             done, copied = [], None
         if self._thread is None or copied is None:
             return [*done, (state.step, checkpoint.save(self._folder, state, content))]

@@ -82,9 +82,10 @@ def other_split(plan: Groups, joined: Sequence[int] = ()) -> Groups:
 
 
 def samples_to_join(training: TrainingRun, window: Indices) -> list[int]:
-    """Positions of two samples of a window that later micro-batches may hold together, even if the plan keeps
-    them apart: a larger token budget may be tried, and later samples may be shorter. Empty if no micro-batch
-    ever holds several samples, or two are predicted not to fit."""
+    """Positions of a window's two shortest samples, to be joined for the comparison even if the plan keeps
+    all samples apart: later micro-batches may hold several, since a larger token budget may be tried, and
+    later samples may be shorter. Empty if no micro-batch ever holds several samples, or these two are
+    predicted not to fit."""
     plan, lengths = training.assignment.plan, training.loader.lengths(window)
     is_budget = isinstance(training.budgets[0].rule(training.batch), TokenBudget)
     if not is_budget or plan.most_tokens is None or len(window) < 2:
