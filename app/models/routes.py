@@ -5,7 +5,7 @@ from typing import Annotated
 from fastapi import Path
 
 from app.jobs.openai_schemas import ModelDeleted, ModelList, ModelResponse
-from app.models import base_models, trained_models
+from app.models import base_models, starting_models, trained_models
 from app.settings import Settings
 from app.storage.database import Database
 from app.storage.tables import Job
@@ -15,7 +15,10 @@ from app.web.routers import openai_router
 
 router = openai_router("/v1/models", tags=["OpenAI: models"], route_class=SessionRoute)
 
-ModelPath = Annotated[str, Path(max_length=400, description="A name, as GET /v1/models lists it")]
+ModelPath = Annotated[
+    str,
+    Path(max_length=400, description="A name, as GET /v1/models or the list of a job's checkpoints gives it"),
+]
 
 
 @router.get("", summary="Base and trained models")
@@ -35,6 +38,9 @@ def _all(database: Database, settings: Settings) -> ModelList:
 def get(session: Reading, settings: CurrentSettings, model: ModelPath) -> ModelResponse:
     if model in base_models.local_names(settings):
         return _base(model)
+    of_checkpoint = starting_models.job_of_checkpoint(session, settings, model)
+    if of_checkpoint is not None:
+        return _trained(of_checkpoint).model_copy(update={"id": model})
     return _trained(trained_models.find(session, settings, model))
 
 

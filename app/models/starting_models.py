@@ -8,7 +8,7 @@ from app.contract.model_fingerprint import fingerprint_of_files
 from app.contract.model_reference import LoraSpec, ModelLayer, ModelReference
 from app.contract.spec import Spec
 from app.contract.states import ENDED
-from app.errors import Unprocessable
+from app.errors import NotFound, Unprocessable
 from app.models import base_models, trained_models
 from app.models.base_models import PlannableModel
 from app.results import checkpoints
@@ -63,6 +63,20 @@ def find_for_planning(name: str, database: Database, settings: Settings) -> Plan
     if is_trained(name):
         return find_reference(name, database, settings)[1]
     return base_models.find_for_planning(name, settings)
+
+
+def job_of_checkpoint(session: Session, settings: Settings, name: str) -> Job | None:
+    """The job whose checkpoint has that name; None if it is not the name of a checkpoint.
+
+    Raises:
+        NotFound: there is no such checkpoint, or its job has not ended.
+    """
+    if _CHECKPOINT.fullmatch(name) is None:
+        return None
+    try:
+        return _find(session, settings, name).job
+    except Unprocessable as error:
+        raise NotFound(error.message, field="model") from None
 
 
 def _find(session: Session, settings: Settings, name: str) -> _Found:

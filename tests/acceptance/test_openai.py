@@ -60,6 +60,10 @@ def test_from_file_to_model(client: openai.OpenAI, training_file: str) -> None:
     assert [int(row["step"]) for row in rows] == [1, 2, 3, 4]
     assert client.files.retrieve(job.result_files[0]).bytes == len(content)
     assert client.models.retrieve(job.fine_tuned_model).id == job.fine_tuned_model
+    checkpoint = newest.fine_tuned_model_checkpoint
+    assert client.models.retrieve(checkpoint).id == checkpoint
+    with pytest.raises(openai.NotFoundError, match="no checkpoint of step 99"):
+        client.models.retrieve(f"{job.fine_tuned_model}:ckpt-step-99")
     assert {MODEL, job.fine_tuned_model} <= {model.id for model in client.models.list()}
     assert client.models.delete(job.fine_tuned_model).deleted
     with pytest.raises(openai.NotFoundError):
