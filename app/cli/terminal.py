@@ -61,8 +61,11 @@ def follow(client: Client, job_id: str, *, stays: bool = True) -> int:
         with Progress(*columns, console=console) as bar:
             task = bar.add_task(job_id, total=None, steps="", within="", loss="-", speed="-", eta="-")
             _show_progress(bar, task, job)
-            polls = 0
+            polls, shown = 0, ""
             while job["status"] not in _ENDED:
+                if job["status"] == "paused" and shown != "paused":
+                    bar.print(f"The job is paused: accrue resume {job_id} continues it", highlight=False)
+                shown = job["status"]
                 time.sleep(_POLL_SECONDS)
                 job, polls = (client.get_patiently(path, notify) if stays else client.get(path)), polls + 1
                 _show_progress(bar, task, job)

@@ -45,19 +45,21 @@ def raising(error: BaseException) -> Callable[[str], Any]:
     return answer
 
 
+PROGRESS = {
+    "step": 1,
+    "steps_total": 9,
+    "loss": 2.0,
+    "tokens_per_second": None,
+    "eta_seconds": None,
+    "within_window": True,
+    "accumulation_step": 3,
+}
+
+
 def test_interrupting_watch_reports_that_the_job_continues(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    progress = {
-        "step": 1,
-        "steps_total": 9,
-        "loss": 2.0,
-        "tokens_per_second": None,
-        "eta_seconds": None,
-        "within_window": True,
-        "accumulation_step": 3,
-    }
-    service = Answering(lambda _: {"status": "running", "waiting": None, "progress": progress})
+    service = Answering(lambda _: {"status": "running", "waiting": None, "progress": PROGRESS})
 
     def interrupted(seconds: float) -> None:
         raise KeyboardInterrupt
@@ -66,6 +68,20 @@ def test_interrupting_watch_reports_that_the_job_continues(
     monkeypatch.setattr(terminal, "time", SimpleNamespace(sleep=interrupted))
     assert terminal.follow(service, "ftjob-1") == 130
     assert "accrue cancel ftjob-1" in capsys.readouterr().out
+
+
+def test_watch_says_once_each_time_that_a_job_is_paused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    statuses = iter(["running", "paused", "paused", "running", "paused", "cancelled"])
+    jobs = ({"status": each, "waiting": None, "progress": PROGRESS, "error": None} for each in statuses)
+
+    def answer(path: str) -> Any:
+        return {"data": []} if "events" in path else next(jobs)
+
+    monkeypatch.setattr(terminal, "time", SimpleNamespace(sleep=lambda _: None))
+    assert terminal.follow(Answering(answer), "ftjob-1") == 1
+    assert capsys.readouterr().out.count("accrue resume ftjob-1 continues it") == 2
 
 
 @pytest.mark.parametrize(
