@@ -259,12 +259,13 @@ def retry(session: Session, job_id: str) -> Job:
     return submit(session, again)
 
 
-def remove(session: Session, job_id: str) -> tuple[str, str | None]:
+def remove(session: Session, job_id: str) -> tuple[str, list[str]]:
     """Deletes an ended job. If it has many steps, `remove_steps` deletes most of them later, because other
     writers would have to wait for such a long transaction.
 
     Returns:
-        The job's id, and the id of its inline data's file if that was deleted, too.
+        The job's id, and the ids of files with inline data that were deleted, too, since no other job uses
+        them: the job's own, and that of an earlier job on which it was evaluated.
     """
     job = get(session, job_id, lock=True)
     if job.status not in ENDED:
@@ -272,16 +273,17 @@ def remove(session: Session, job_id: str) -> tuple[str, str | None]:
     parent_jobs.check_unneeded(session, job_id)
     with optional_part(session, "the counters of a job"):
         counters.add_to_stored(session, job_id)
-    own_file = select(File).where(File.id == job.file_id)
-    file = session.execute(own_file, execution_options=OF_EVERYONE).scalar_one()  # an admin may own the job
+    used = {job.file_id, (job.spec["data"].get("validation") or {}).get("file_id")} - {None}
     session.delete(job)
     session.flush()
     if not remove_steps(session, job_id):
         session.add(DeletedJob(id=job_id))
-    if not file.inline or not files.is_unneeded(session, file.id):
-        return job_id, None
-    session.delete(file)
-    return job_id, file.id
+    inline = select(File).where(File.id.in_(used), File.inline).order_by(File.id)
+    found = session.scalars(inline, execution_options=OF_EVERYONE).all()  # an admin may own the job
+    unneeded = [file for file in found if files.is_unneeded(session, file.id)]
+    for file in unneeded:
+        session.delete(file)
+    return job_id, [file.id for file in unneeded]
 
 
 STEPS_AT_ONCE = 2000

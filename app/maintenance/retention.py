@@ -37,14 +37,13 @@ def delete_job(database: Database, settings: Settings, job_id: str) -> None:
         Conflict: it has not ended, or a job that has not ended starts from its model.
     """
     with database.writing() as session:
-        job_id, file_id = lifecycle.remove(session, job_id)
-        going = [settings.runs_dir / job_id]
-        going += [] if file_id is None else [settings.files_dir / file_id]
-        for path in going:
+        job_id, file_ids = lifecycle.remove(session, job_id)
+        run_directory = settings.runs_dir / job_id
+        for path in (run_directory, *(settings.files_dir / file_id for file_id in file_ids)):
             unsettled_files.mark(path)
     if stored_files.remove_run(settings, job_id):
-        unsettled_files.settle(going[0])  # otherwise the next start of the service tries again
-    if file_id is not None:
+        unsettled_files.settle(run_directory)  # otherwise the next start of the service tries again
+    for file_id in file_ids:
         _remove_content(settings, file_id)
 
 

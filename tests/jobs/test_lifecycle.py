@@ -198,7 +198,7 @@ def test_only_ended_jobs_can_be_deleted_together_with_their_files(database: Data
     with pytest.raises(Conflict):
         in_transaction(database, lifecycle.remove, job_id)
     in_transaction(database, lifecycle.cancel, job_id)
-    assert in_transaction(database, lifecycle.remove, job_id) == (job_id, "file-1")
+    assert in_transaction(database, lifecycle.remove, job_id) == (job_id, ["file-1"])
     with database.reading() as session:
         for table in (Job, JobEvent, Attempt, File):
             assert session.scalar(select(func.count()).select_from(table)) == 0
@@ -222,9 +222,13 @@ def test_inline_data_outlive_their_job_if_another_evaluates_on_them(database: Da
     with database.writing() as session:
         session.execute(update(Job).where(Job.id == other).values(file_id="file-2"))
     in_transaction(database, lifecycle.cancel, job_id)
-    assert in_transaction(database, lifecycle.remove, job_id) == (job_id, None)
+    assert in_transaction(database, lifecycle.remove, job_id) == (job_id, [])
     with database.reading() as session:
         assert session.get(File, "file-1") is not None
+    in_transaction(database, lifecycle.cancel, other)
+    assert in_transaction(database, lifecycle.remove, other) == (other, ["file-1"])
+    with database.reading() as session:
+        assert session.scalars(select(File.id)).all() == ["file-2"]
 
 
 def test_every_transition_records_an_event(database: Database) -> None:
