@@ -1,6 +1,7 @@
 """Training files, on the OpenAI-compatible surface."""
 
 import re
+from email.utils import formatdate
 from typing import Annotated, Any, BinaryIO, Literal, get_args
 
 from anyio import to_thread
@@ -262,7 +263,9 @@ def _content(
     except FileNotFoundError:
         message = f"The content of file {file_id} is no longer in the data folder."
         raise NotFound(message) from None
-    return send(stored, media_type="application/jsonl", filename=file.filename)
+    # Equal files of several keys share their content, whose own time is that of the first upload.
+    headers = {"last-modified": formatdate(file.created_at, usegmt=True), "etag": f'"{file.id}"'}
+    return send(stored, media_type="application/jsonl", filename=file.filename, headers=headers)
 
 
 @router.delete("/{file_id}", summary="Delete a file")

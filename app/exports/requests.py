@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sqlalchemy import ColumnElement, and_, delete, func, or_, select, update
+from sqlalchemy.orm import aliased
 
 from app.contract.export import ExportOrder, ExportResult
 from app.contract.text import storable, storable_values
@@ -19,7 +20,7 @@ from app.storage import stored_files
 from app.storage.database import Database, database_now
 from app.storage.ids import new_id
 from app.storage.session import OF_EVERYONE, Session
-from app.storage.tables import Export
+from app.storage.tables import Export, Job
 
 CLAIM_SECONDS = 15.0
 """Seconds after which a claim that was not renewed ends: the process that claimed it has ended."""
@@ -107,11 +108,19 @@ def any_unclaimed(session: Session) -> bool:
 
 
 def claim(session: Session, process: str) -> Claimed | None:
-    """Claims the oldest export that no process is making."""
-    oldest = select(Export.id).where(_is_unclaimed()).order_by(Export.id).limit(1)
-    found = session.execute(
-        oldest.with_for_update(skip_locked=True), execution_options=OF_EVERYONE
-    ).scalar_one_or_none()
+    """Claims an export that no process is making: the oldest of the key for which none was made for the
+    longest time."""
+    earlier, of_key = aliased(Export), aliased(Job)
+    served_at = (
+        select(func.coalesce(func.max(earlier.claimed_at), 0.0))
+        .join(of_key, of_key.id == earlier.job_id)
+        .where(of_key.owner.is_not_distinct_from(Job.owner))
+        .correlate(Job)
+        .scalar_subquery()
+    )
+    first = select(Export.id).join(Job, Job.id == Export.job_id).where(_is_unclaimed())
+    first = first.order_by(served_at, Export.id).limit(1).with_for_update(skip_locked=True, of=Export)
+    found = session.execute(first, execution_options=OF_EVERYONE).scalar_one_or_none()
     if found is None:
         return None
     row = session.execute(

@@ -48,6 +48,7 @@ from app.web.dependencies import (
     Reading,
     Slowly,
     Writing,
+    in_thread,
     planning_inputs_of,
     slowly_of,
 )
@@ -92,18 +93,23 @@ class _Handler(SubmissionHandler):
 
 
 @router.get("", summary="List fine-tuning jobs", response_model=Page[FineTuningJob])
-def list_jobs(
+async def list_jobs(
     request: Request,
     database: CurrentDatabase,
+    slowly: Slowly,
     filters: MetadataFilters,
     limit: Limit = 20,
     after: After = None,
 ) -> Response:
     """Newest first; filter by `metadata[key]=value`."""
     answer_cache: AnswerCache = request.app.state.answer_cache
-    with database.connecting() as connection:
-        rows = reads.page(connection, reads.JOBS.where(*filters), database.viewer.owner, limit, after)
-        return answer_cache.page_response("openai", rows, limit, answer)
+
+    def listed() -> Response:
+        with database.connecting() as connection:
+            rows = reads.page(connection, reads.JOBS.where(*filters), database.viewer.owner, limit, after)
+            return answer_cache.page_response("openai", rows, limit, answer)
+
+    return await (slowly(listed) if filters else in_thread(listed))  # filters may read all jobs of a key
 
 
 @router.get(

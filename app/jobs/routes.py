@@ -43,7 +43,9 @@ from app.web.dependencies import (
     JobId,
     Limit,
     Reading,
+    Slowly,
     Writing,
+    in_thread,
     planning_inputs_of,
     slowly_of,
 )
@@ -95,9 +97,10 @@ async def large_batch(
 
 
 @router.get("", summary="List jobs", response_model=Page[JobResponse])
-def list_jobs(
+async def list_jobs(
     request: Request,
     database: CurrentDatabase,
+    slowly: Slowly,
     filters: Filters,
     limit: Limit = 20,
     after: After = None,
@@ -105,10 +108,14 @@ def list_jobs(
     """Newest first; filter by `status`, `user_id`, `model`, `since`, `until` and `metadata[key]=value`."""
     query = reads.JOBS.where(*filters)
     answer_cache: AnswerCache = request.app.state.answer_cache
-    with database.connecting() as connection:
-        waiting_reasons = WaitingReasons(connection)
-        rows = reads.page(connection, query, database.viewer.owner, limit, after)
-        return answer_cache.page_response("native", rows, limit, lambda job: job_answer(waiting_reasons, job))
+
+    def listed() -> Response:
+        with database.connecting() as connection:
+            waiting = WaitingReasons(connection)
+            rows = reads.page(connection, query, database.viewer.owner, limit, after)
+            return answer_cache.page_response("native", rows, limit, lambda job: job_answer(waiting, job))
+
+    return await (slowly(listed) if filters else in_thread(listed))  # filters may read all jobs of a key
 
 
 @router.get("/{training_id}", summary="A job", response_model=JobResponse, responses=NOT_MODIFIED)

@@ -3,7 +3,7 @@
 from math import ceil
 from typing import Annotated
 
-from fastapi import Query, Request
+from fastapi import Query, Request, Response
 from pydantic import StringConstraints, ValidationError
 
 from app.contract.accumulation import MAX_ACCUMULATION_STEPS
@@ -23,7 +23,7 @@ from app.planning.schemas import (
 from app.planning.split import split_over
 from app.planning.tool_configs import Tool
 from app.planning.train_jobs import TrainJob, TrainJobRecommendation
-from app.web.dependencies import CurrentDatabase, CurrentSettings
+from app.web.dependencies import CurrentDatabase, CurrentSettings, Slowly, in_thread
 from app.web.json_bodies import AnyContentTypeRoute
 from app.web.routers import native_router
 
@@ -143,9 +143,28 @@ def effective_batch_size(
     )
 
 
-@router.post("/calculate-accumulation-steps", summary="The accumulation steps for a target batch")
-def accumulation_steps(
-    target_batch_size: Count, actual_batch_size: Count, num_gpus: Gpus = 1
+@router.post(
+    "/calculate-accumulation-steps",
+    summary="The accumulation steps for a target batch",
+    response_model=AccumulationStepsResponse,
+)
+async def accumulation_steps(
+    slowly: Slowly, target_batch_size: Count, actual_batch_size: Count, num_gpus: Gpus = 1
+) -> Response:
+    def calculated() -> Response:
+        found = _accumulation_steps(target_batch_size, actual_batch_size, num_gpus)
+        return Response(found.model_dump_json(), media_type="application/json")
+
+    is_long = target_batch_size > _MANY_SIZES * actual_batch_size
+    return await (slowly(calculated) if is_long else in_thread(calculated))
+
+
+_MANY_SIZES = 10_000
+"""An answer that lists more micro-batches than this takes up to half a second."""
+
+
+def _accumulation_steps(
+    target_batch_size: int, actual_batch_size: int, num_gpus: int
 ) -> AccumulationStepsResponse:
     steps = ceil(target_batch_size / (actual_batch_size * num_gpus))
     if steps > MAX_ACCUMULATION_STEPS:

@@ -32,11 +32,16 @@ from app.sweeps.schemas import (
     SweepResponse,
 )
 from app.sweeps.variations import Variation, variations
-from app.web.database_sessions import SessionRoute
-from app.web.dependencies import CurrentIdempotentRequest, Reading, planning_inputs_of, slowly_of
+from app.web.dependencies import (
+    CurrentDatabase,
+    CurrentIdempotentRequest,
+    Slowly,
+    planning_inputs_of,
+    slowly_of,
+)
 from app.web.routers import native_router
 
-router = native_router("/sweeps", tags=["sweeps"], route_class=SessionRoute)
+router = native_router("/sweeps", tags=["sweeps"])
 
 
 @router.post(
@@ -64,16 +69,28 @@ async def create(
 
 
 @router.get("", summary="List sweeps")
-def list_sweeps(session: Reading) -> SweepList:
+async def list_sweeps(database: CurrentDatabase, slowly: Slowly) -> SweepList:
     """The newest hundred, newest first."""
-    return table.newest(session)
+
+    def listed() -> SweepList:
+        with database.reading() as session:
+            return table.newest(session)
+
+    return await slowly(listed)
 
 
 @router.get("/{sweep_name}", summary="A sweep: its jobs, and the best so far")
-def get(session: Reading, sweep_name: Annotated[SweepName, Path()]) -> SweepResponse:
+async def get(
+    database: CurrentDatabase, slowly: Slowly, sweep_name: Annotated[SweepName, Path()]
+) -> SweepResponse:
     """The best job is the succeeded one with the lowest validation loss, or training loss if no job has
     validation data. If a job was trained again, the newer one counts."""
-    return table.of_name(session, sweep_name)
+
+    def found() -> SweepResponse:
+        with database.reading() as session:
+            return table.of_name(session, sweep_name)
+
+    return await slowly(found)
 
 
 class _Handler(SubmissionHandler):

@@ -129,10 +129,11 @@ def slowly_of(request: Request) -> RunSlowly:
 async def _fetching(
     settings: Annotated[Settings, Depends(_settings)], slowly: Annotated[RunSlowly, Depends(_slowly)]
 ) -> RunSlowly:
-    return slowly if settings.object_storage is not None else _in_thread
+    return slowly if settings.object_storage is not None else in_thread
 
 
-async def _in_thread(work: Callable[[], Result]) -> Result:
+async def in_thread(work: Callable[[], Result]) -> Result:
+    """Runs work that takes milliseconds in a thread, as FastAPI runs endpoints that are no coroutines."""
     return await to_thread.run_sync(work)
 
 

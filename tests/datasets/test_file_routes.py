@@ -1,4 +1,6 @@
 import json
+import os
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 
 import pytest
@@ -62,6 +64,21 @@ def test_identical_files_share_one_copy_until_the_last_is_deleted(
     assert client.delete(f"/v1/files/{first}").json()["deleted"] is True
     assert client.get(f"/v1/files/{second}/content").content == GOOD
     assert {path.name for path in settings.files_dir.iterdir()} == {second, other}
+
+
+def test_the_headers_of_a_file_do_not_show_when_its_content_was_first_uploaded(
+    client: TestClient, settings: Settings
+) -> None:
+    """Equal files of several keys share their content."""
+    one, other = (upload(client, GOOD).json() for _ in range(2))
+    os.utime(settings.files_dir / one["id"], (0, 0))
+    first, second = (client.get(f"/v1/files/{each['id']}/content").headers for each in (one, other))
+    for file, headers in ((one, first), (other, second)):
+        sent = int(parsedate_to_datetime(headers["last-modified"]).timestamp())
+        assert sent == file["created_at"]
+    assert first["etag"] != second["etag"]
+    part = client.get(f"/v1/files/{one['id']}/content", headers={"Range": "bytes=0-9"})
+    assert (part.status_code, part.content) == (206, GOOD[:10])
 
 
 def test_identical_files_are_stored_twice_without_hard_links(

@@ -52,6 +52,22 @@ def _silent(database: Database) -> None:
         session.execute(update(Export).values(claimed_at=database_now() - requests.CLAIM_SECONDS - 1))
 
 
+def test_keys_take_turns(database: Database, settings: Settings, job_id: str) -> None:
+    other, _ = succeeded(database, settings)
+    with database.writing() as session:
+        session.execute(update(Job).where(Job.id == other).values(owner="key-b"))
+    of_one = [added(database, job_id) for _ in range(3)]
+    of_other = [added(database, other) for _ in range(2)]
+    made: list[str] = []
+    for _ in range(5):
+        found = claimed(database)
+        assert found is not None
+        made.append(found.id)
+        with database.writing() as session:  # the clock moves on
+            session.execute(update(Export).values(claimed_at=Export.claimed_at - 1.0))
+    assert made == [of_one[0], of_other[0], of_one[1], of_other[1], of_one[2]]
+
+
 def test_an_export_is_claimed_once_oldest_first(database: Database, job_id: str) -> None:
     first, second = added(database, job_id), added(database, job_id)
     found = claimed(database)

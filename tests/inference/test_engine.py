@@ -3,6 +3,7 @@ join and leave, with adapters and without."""
 
 import json
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from queue import SimpleQueue
@@ -25,6 +26,7 @@ from workers.inference.batching_check import check_batching
 from workers.inference.coalescing import coalesced
 from workers.inference.engine import Engine
 from workers.inference.loading import Loaded, load
+from workers.inference.order_queue import OrderQueue
 from workers.inference.prompts import PromptReader
 from workers.inference.protocol import AnswerOrder, Reported
 from workers.inference.sampling import SamplingDefaults
@@ -232,6 +234,43 @@ def test_keys_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     answers(loaded_with(make("llama"), Numbers()), orders, note)
     assert len(ended) == 8
     assert {"b0", "b1"} <= set(ended[:5])
+
+
+def test_a_key_with_slow_prompts_does_not_delay_another_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading a prompt takes a moment here, as a long text does."""
+    read: list[str] = []
+    ended: list[tuple[str, int]] = []
+    honest = PromptReader.prompts
+
+    def slow(self: PromptReader, order: InferenceOrder) -> list[list[int]]:
+        read.append("a" if order.max_tokens == 3 else "b")
+        time.sleep(0.05 if read[-1] == "a" else 0.0)
+        return honest(self, order)
+
+    def note(reported: Reported) -> None:
+        if reported.part is not None and reported.part.is_last:
+            ended.append((str(reported.id), len(read)))
+
+    monkeypatch.setattr(PromptReader, "prompts", slow)
+    [prompt] = prompts_of(1)
+    orders = [AnswerOrder(id=f"a{number}", order=ordered(prompt, 3), key_id="a") for number in range(20)]
+    orders.append(AnswerOrder(id="b", order=ordered(prompt, 4), key_id="b"))
+    answers(loaded_with(make("llama"), Numbers()), orders, note)
+    assert len(ended) == 21
+    read_before = dict(ended)
+    assert read[:2] == ["a", "b"]
+    assert read_before["b"] <= 4
+
+
+def test_a_request_that_is_cancelled_while_it_waits_is_not_prepared() -> None:
+    orders = OrderQueue()
+    for request_id, key_id in (("0", "a"), ("1", "a"), ("2", "b"), ("3", None)):
+        orders.add(AnswerOrder(id=request_id, order=ordered((1,)), key_id=key_id))
+    orders.remove("0")
+    orders.remove("2")
+    orders.remove("unknown")
+    assert [orders.take().id, orders.take().id] == ["1", "3"]
+    assert not orders
 
 
 def test_a_cancelled_request_leaves_the_others_alone() -> None:

@@ -19,6 +19,7 @@ from workers.inference.batch import Batch
 from workers.inference.choice import Choice
 from workers.inference.coalescing import coalesced
 from workers.inference.loading import Loaded, NotShared
+from workers.inference.order_queue import OrderQueue
 from workers.inference.prompts import PromptReader
 from workers.inference.protocol import AnswerOrder, Reported
 from workers.inference.refusal import Refused, refused, unavailable
@@ -37,6 +38,10 @@ _REPORT_SECONDS = 0.02
 _MAX_UNREPORTED = 256
 """How many deltas of an answer that is not streamed are collected before they are reported: a line must not
 become too long."""
+
+_PREPARE_SECONDS = 0.02
+"""For how long requests are prepared between two steps. Rendering and tokenising one may take longer; then as
+much time passes before the next, as long as there are answers to go on with."""
 
 _CACHE_SHARE = 0.5
 """The share of the memory that is free after loading that caches may take."""
@@ -63,6 +68,8 @@ class Engine:
         """
         self._loaded, self._lines, self._report = loaded, lines, report
         self._reader = PromptReader(loaded.tokenizer, loaded.context)
+        self._orders = OrderQueue()
+        self._prepare_at = 0.0
         self._requests: dict[str, _Request] = {}
         self._waiting: deque[tuple[str | None, list[Choice]]] = deque()
         """Choices of one prompt each, with their adapters."""
@@ -81,7 +88,8 @@ class Engine:
         self._report(Reported(ready=True))
         with torch.inference_mode():
             while not self._ended:
-                self._read_orders(waits=not (self._waiting or self._batches))
+                self._read_orders(waits=not (self._orders or self._waiting or self._batches))
+                self._prepare_orders()
                 self._guarded(self._begin_waiting)
                 for adapter, batch in list(self._batches):
                     self._guarded(partial(self._step, adapter, batch), batch)
@@ -99,11 +107,25 @@ class Engine:
                     return
                 order = AnswerOrder.model_validate_json(line)
                 if order.order is None:
+                    self._orders.remove(order.id)
                     self._cancel(order.id)
                 else:
-                    self._accept(order, order.order)
+                    self._orders.add(order)
 
-    def _accept(self, asked: AnswerOrder, order: InferenceOrder) -> None:
+    def _prepare_orders(self) -> None:
+        """Prepares the next requests, for a short time."""
+        began = time.monotonic()
+        if self._batches and began < self._prepare_at:
+            return
+        now = began
+        while self._orders and now < began + _PREPARE_SECONDS:
+            given = self._orders.take()
+            assert given.order is not None
+            self._prepare(given, given.order)
+            now = time.monotonic()
+        self._prepare_at = 2 * now - began
+
+    def _prepare(self, asked: AnswerOrder, order: InferenceOrder) -> None:
         """Prepares the choices of a request."""
         request_id = asked.id
         try:
@@ -195,7 +217,7 @@ class Engine:
                 return
             self._waiting.popleft()
             self._guarded(partial(self._join, adapter, batch, choices), batch, choices)
-            if self._lines.qsize():
+            if self._orders or self._lines.qsize():
                 return
 
     def _bring_next_forward(self) -> None:
@@ -289,6 +311,7 @@ class Engine:
                 self._report_deltas(own.request_id)
             self._report_if_due()
             self._read_orders(waits=False)
+            self._prepare_orders()
             return own.finish_reason is None and own.request_id in self._requests and not self._ended
 
         def answer() -> None:
