@@ -40,6 +40,10 @@ def main() -> None:
     except Exception as error:
         if os.environ.get("ACCRUE_LOG_LEVEL", "").upper() == "DEBUG":
             raise
+        if isinstance(error, OSError) and error.filename is not None:
+            what = str(printable(f"{error.filename}: {error.strerror}"))
+            errors.print(f"accrue: {what}", style="red", markup=False, highlight=False, soft_wrap=True)
+            sys.exit(1)
         what = str(printable(f"{type(error).__name__}: {error}")).splitlines()[0]
         hint = "ACCRUE_LOG_LEVEL=debug shows where the error occurred."
         if isinstance(error, (LookupError, TypeError, AttributeError, RecursionError)):

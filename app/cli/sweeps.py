@@ -72,6 +72,8 @@ def sweep(
         if watch and not dry_run:
             from app.cli.terminal import INTERRUPTED, notify
 
+            ids = ", ".join(job["id"] for job in found["jobs"])
+            notify(f"{found['name']}: {len(found['jobs'])} jobs ({ids})")
             try:
                 found = _wait(client, found, quiet=as_json)
             except KeyboardInterrupt:
@@ -130,11 +132,14 @@ def _wait(client: Client, sweep: dict[str, Any], *, quiet: bool) -> dict[str, An
     """Waits until all jobs of a sweep have ended. Returns the sweep."""
     from app.cli.terminal import console, notify
 
-    total = len(sweep["jobs"])
+    total, reported = len(sweep["jobs"]), 0
     with console.status(f"{sweep['name']}: {total} jobs") if not quiet else nullcontext() as status:
         while True:
             sweep = client.get_patiently(f"{ROOT}/{sweep['name']}", notify)
             ended = sum(job["status"] in _ENDED for job in sweep["jobs"])
+            if ended > reported and not console.is_terminal:  # which shows no status
+                notify(f"{sweep['name']}: {ended} of {total} jobs have ended")
+                reported = ended
             if ended == len(sweep["jobs"]):
                 return sweep
             if status is not None:

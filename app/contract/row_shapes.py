@@ -75,7 +75,8 @@ def canonical(row: dict[str, Any]) -> dict[str, Any]:
         del found["weight"]
     if found.get("messages", 1) is None and ("text" in found or "prompt" in found):
         del found["messages"]  # an empty cell
-    if (label := str(found.get("label")).strip().lower()) in ("true", "false"):
+    is_answer = "text" not in found  # a text's label is the name of its class
+    if is_answer and (label := str(found.get("label")).strip().lower()) in ("true", "false"):
         found["label"] = label == "true"  # CSV has only text
     if "preferred_output" in found and "non_preferred_output" in found:
         _of_openai_preference(found)

@@ -6,7 +6,7 @@ and `repetition_penalty` are named as in vLLM and transformers; clients send the
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, StringConstraints, field_validator, model_validator
+from pydantic import BeforeValidator, Field, StringConstraints, field_validator, model_validator
 
 from app.contract.base import Flag, Request, ResponseModel, ShortText
 from app.contract.data_formats import Role
@@ -25,13 +25,19 @@ Stop = Annotated[str, StringConstraints(min_length=1, max_length=200)]
 _Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
+def _one_if_null(given: Any) -> Any:
+    return 1 if given is None else given
+
+
 class _InferenceRequest(Request):
     """What both kinds of request have in common."""
 
     model: Annotated[str, StringConstraints(min_length=1, max_length=400)] = Field(
         description="A base model, a trained one, or a job's checkpoint"
     )
-    n: int = Field(1, ge=1, le=MAX_CHOICES, description="Answers to each prompt")
+    n: Annotated[int, BeforeValidator(_one_if_null)] = Field(
+        1, ge=1, le=MAX_CHOICES, description="Answers to each prompt; null: 1"
+    )
     stream: Flag | None = Field(None, description="Send the answer as server-sent events while it is written")
     stream_options: "StreamOptions | None" = None
     stop: Stop | Annotated[list[Stop], Field(max_length=4, fail_fast=True)] | None = Field(
@@ -120,6 +126,9 @@ class ChatMessage(Request):
     name: Annotated[str, StringConstraints(max_length=200)] | None = None
     reasoning_content: Text | None = None
     refusal: Text | None = Field(None, description="Ignored")
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = Field(None, description="Ignored")
+    audio: None = Field(None, description="Ignored")
+    function_call: None = Field(None, description="Ignored")
     tool_calls: Annotated[list[ToolCall], Field(max_length=100, fail_fast=True)] | None = None
     tool_call_id: Annotated[str, StringConstraints(max_length=200)] | None = None
 

@@ -30,7 +30,8 @@ def job_answer(waiting_reasons: WaitingReasons, job: Job) -> JobResponse:
     """Everything about a job, in the native API's form."""
     spec, plan = Spec.model_validate(job.spec), Plan.model_validate(job.plan)
     progress = Progress.model_validate({"steps_total": plan.steps_total, **_without_nulls(job.progress)})
-    progress.within_window &= job.status == "running"  # an interrupted window starts over
+    if job.status != "running":  # an interrupted window starts over
+        progress.within_window, progress.eta_seconds = False, None
     steps, micro_batch = _split(job, spec, plan, progress)
     return JobResponse(
         id=job.id,

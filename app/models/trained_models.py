@@ -8,6 +8,7 @@ from sqlalchemy.orm import load_only
 
 from app.errors import Conflict, NotFound
 from app.jobs import parent_jobs, transitions
+from app.models import base_models
 from app.results.run_files import model_dir, remove_models
 from app.settings import Settings
 from app.storage import stored_files
@@ -82,10 +83,10 @@ def remove(database: Database, settings: Settings, name: str) -> None:
     """Deletes a trained model's files; its job stays. Also deletes what an interrupted deletion has left.
 
     Raises:
-        NotFound: no trained model has that name.
-        Conflict: it is no name of a trained model, or a job that has not ended starts from it.
+        NotFound: no model has that name.
+        Conflict: it is a base model, or a job that has not ended starts from it.
     """
-    if not name.startswith("ft:"):
+    if name in base_models.local_names(settings):
         raise Conflict(f"{name} is not a trained model: only trained models can be deleted.")
     with database.writing() as session:
         found = _of_name(session, name)

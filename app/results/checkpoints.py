@@ -25,7 +25,7 @@ class Checkpoint:
 
 
 def list_checkpoints(session: Session, settings: Settings, job: Job) -> list[Checkpoint]:
-    """The checkpoints on disk, newest first."""
+    """The checkpoints on disk, newest first; of each step, the newest."""
     there = checkpoint_names(settings, job.id)
     events = session.scalars(
         select(JobEvent)
@@ -36,7 +36,10 @@ def list_checkpoints(session: Session, settings: Settings, job: Job) -> list[Che
         )
         .order_by(JobEvent.id.desc())
     ).all()
-    by_name = {event.data["name"]: event for event in events}
+    by_step: dict[int, JobEvent] = {}
+    for event in events:
+        by_step.setdefault(event.data["step"], event)
+    by_name = {event.data["name"]: event for event in by_step.values()}
     steps = [event.data["step"] for event in by_name.values()]
     evaluated, trained = evaluations(session, job.id, steps), _losses(session, job, steps)
     return [

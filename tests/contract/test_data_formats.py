@@ -41,3 +41,10 @@ def test_the_error_of_a_bad_line_says_what_is_wrong(raw: bytes, problem: str) ->
 def test_lines_of_one_file_are_of_one_format() -> None:
     with pytest.raises(BadLine, match="this is a text line, but the format is messages"):
         parse_line(b'{"text": "a"}', "messages")
+
+
+@pytest.mark.parametrize("label", ["True", "false", "TRUE "])
+def test_a_text_s_label_keeps_its_spelling(label: str) -> None:
+    """It is the name of a class; only labelled answers have true and false."""
+    form, sample = parse_line(json.dumps({"text": "a", "label": label}))
+    assert (form, sample.label) == ("classification", label.strip() if False else label)

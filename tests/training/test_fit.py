@@ -2,6 +2,7 @@
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -404,3 +405,23 @@ def test_the_gradient_check_compares_the_batch_that_a_ramp_ends_with(tmp_path: P
     [event] = events_of_kind(run, "certificate")
     assert "between 4 and 8 micro-batches" in event["message"]
     assert outcome.equivalence_error is not None
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_windows_without_weight_are_no_steps_of_the_schedule(tmp_path: Path, batch: int) -> None:
+    (tmp_path / "data.jsonl").write_text(
+        "".join(json.dumps({"text": f"abc{n}", "weight": n % 2}) + "\n" for n in range(40))
+    )
+    schedule = make_schedule("linear", warmup_steps=0)
+    spec = make_spec(
+        data=small_data(), max_steps=None, epochs=2, effective_batch_size=batch, schedule=schedule
+    )
+    run = create_run(tmp_path / "run", spec, rule=FixedSize(samples=1))
+    outcome = run_to_end(run)
+    lines = log_of(run)
+    rates = [line["learning_rate"] for line in lines]
+    assert len(lines) == outcome.steps
+    assert rates[-1] == pytest.approx(rates[0] / outcome.steps)  # the next one would be 0
+    skipped = events_of_kind(run, "skipped")
+    assert len(skipped) <= 3, "at most one for each epoch; the last window counts as of the next one"
+    assert bool(skipped) == (outcome.steps < 2 * ceil(40 / batch))

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,8 @@ class TrainingRun:
     group: Group
     checkpoints: CheckpointWriter
     spent_on_completions: Spent = field(default_factory=Spent)
+    epoch_of_empty_window: int | None = None
+    """The epoch in which this attempt last reported a window without a token that counts."""
 
     @property
     def budget(self) -> Budget:
@@ -74,7 +77,16 @@ class TrainingRun:
 
     @property
     def steps_total(self) -> int:
-        return ramp.steps_total(self.assignment.spec, self.state, len(self.loader.samples))
+        """Steps of the whole run; an estimate if the ramp follows measurements."""
+        return ramp.steps_total(self.assignment.spec, self.state, len(self.loader.samples)) - self._empty
+
+    @cached_property
+    def _empty(self) -> int:
+        """Windows that make no step, since none of their tokens count; known if the batch is constant."""
+        spec = self.assignment.spec
+        if spec.max_steps is not None or spec.epochs is None or spec.ramp.name != "constant":
+            return 0
+        return self.loader.windows_without_weight(spec.effective_batch_size, spec.epochs)
 
     @property
     def finished(self) -> bool:

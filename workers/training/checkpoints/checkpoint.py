@@ -308,13 +308,24 @@ def load_weights(path: Path, parameters: Parameters) -> None:
 
 
 def _retire(folder: Path) -> None:
-    kept = (folder / BEST).read_text() if (folder / BEST).exists() else None
-    for path in newest_first(folder)[KEPT:]:
-        if kept is None or not path.name.startswith(kept):
+    best = (folder / BEST).read_text() if (folder / BEST).exists() else None
+    for path in _superfluous(newest_first(folder)):
+        if best is None or not path.name.startswith(best):
             hidden = path.with_name(f".{path.name}")  # on NFS, files that are open stay in it
             shutil.rmtree(hidden, ignore_errors=True)
             path.rename(hidden)
     _clear(folder)
+
+
+def _superfluous(newest_first: list[Path]) -> list[Path]:
+    """The checkpoints that need not be kept. After an evaluation, a step is saved again: of each step, the
+    newest is kept first."""
+    of_steps: dict[str, Path] = {}
+    for path in newest_first:
+        of_steps.setdefault(path.name.split("-")[1], path)
+    kept = list(of_steps.values())[:KEPT]
+    kept += [path for path in newest_first if path not in kept][: KEPT - len(kept)]
+    return [path for path in newest_first if path not in kept]
 
 
 def _clear(folder: Path) -> None:

@@ -24,6 +24,9 @@ from workers.training.micro_batches.batches import (
 from workers.training.models.score_head import ends
 
 Indices = npt.NDArray[np.int64]
+_MOST_SAMPLES_READ = 20_000_000
+"""How many samples' places in the order are drawn to count the windows that make no step: for seconds."""
+
 Item = TypeVar("Item")
 Ready = TypeVar("Ready")
 
@@ -70,6 +73,20 @@ class Loader:
             order = epoch_order(len(self.samples), self._seed, cursor.epoch)
             self._order_of_epoch = (cursor.epoch, order)
         return window_at(cursor, self._order_of_epoch[1], batch)
+
+    def windows_without_weight(self, batch: int, epochs: int) -> int:
+        """How many windows of the whole run hold no token that counts toward the loss: they make no step. Of
+        a long run, estimated from its first epochs."""
+        counts = (self.samples.targets > 0) & (self.samples.weights > 0)
+        if counts.all():
+            return 0
+        number = min(epochs, max(1, _MOST_SAMPLES_READ // len(counts)))
+        first = np.arange(0, len(counts), batch)
+        found = 0
+        for epoch in range(number):
+            ordered = counts[epoch_order(len(counts), self._seed, epoch)]
+            found += int((np.add.reduceat(ordered, first, dtype=np.int64) == 0).sum())
+        return found * epochs // number
 
     def lengths(self, window: Indices) -> Indices:
         """The length in tokens of each sample of a window, by which the window is cut."""

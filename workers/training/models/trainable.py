@@ -75,7 +75,7 @@ def _freeze_towers(model: Any) -> None:
 
 
 def _freeze(model: torch.nn.Module, patterns: tuple[str, ...]) -> None:
-    parameters = dict(model.named_parameters())
+    parameters = dict(model.named_parameters(remove_duplicate=False))  # a shared weight has several names
     for pattern in patterns:
         names = [name for name in parameters if fnmatchcase(name, pattern)]
         if not names:

@@ -18,7 +18,15 @@ def skip(training: TrainingRun, window: Indices, trained: TrainedWindow | None) 
     progress, samples = training.state.progress, training.loader.samples
     progress.skipped += 1
     if trained is None:
-        message, named = "Step skipped: none of its tokens count toward the loss.", window.tolist()
+        # One event for each epoch: mostly weightless data would fill the log.
+        if (epoch := training.state.position.epoch) == training.epoch_of_empty_window:
+            return
+        training.epoch_of_empty_window = epoch
+        message = (
+            "Step skipped: none of its tokens count toward the loss. Further steps of this epoch that are "
+            "skipped for this reason are not reported."
+        )
+        named = window.tolist()
     else:
         progress.skipped_in_a_row += 1
         counted = window[samples.targets[window] > 0]

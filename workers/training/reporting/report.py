@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from math import ceil
 
 import torch
 
@@ -51,7 +52,8 @@ def _banner(training: TrainingRun) -> dict[str, str]:
     on = training.replica.device
     name = torch.cuda.get_device_name(on) if on.type == "cuda" else "cpu"
     by = training.rule
-    epochs = spec.epochs or round(steps * spec.effective_batch_size / len(training.loader.samples), 2)
+    windows_in_epoch = ceil(len(training.loader.samples) / spec.effective_batch_size)
+    epochs = spec.epochs or round(steps / windows_in_epoch, 2)
     steps_each = _micro_batches(training)
     devices = len(plan.ranks)
     samples_each = -(-spec.effective_batch_size // (steps_each * devices))
