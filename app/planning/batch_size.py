@@ -165,11 +165,13 @@ async def configure_tool(
     question = (await to_thread.run_sync(_look_up, requested, settings, database)).question
     method = method_spec(requested.method)
     rate = requested.learning_rate or default_rate(requested.objective, adapters=method.lora is not None)
+    # These tools give every device the same micro-batch: that of the smallest device.
+    largest = [device.max_micro_batch_size for device in answered.devices]
     try:
         split = split_evenly(
             requested.target_effective_batch_size,
             len(question.devices),
-            max(1, answered.actual_batch_size_per_gpu),
+            max(1, min([answered.actual_batch_size_per_gpu, *largest])),
         )
         found = config_for(
             tool,

@@ -9,13 +9,19 @@ from app.contract.spec import Attention, MethodSpec, OptimizerName, RunPrecision
 from app.planning.devices import Device
 
 _WITHOUT_BF16 = re.compile(
-    r"\b(P4|P6|P40|P100|P?V100|T4G?|T[456]00|T1000|T1200|M\d\d|K\d\d)\b"
-    r"|\b(GTX|TITAN|GEFORCE MX)\b|\bRTX ?20[5-8]0\b|\bQUADRO\b|\b[PK]\d{3,4}\b"
+    r"\b(P4|P6|P40|P100|P?V100|T4G?|T[456]00|T1000|T1200|T2000|M\d\d|K\d\d)\b"
+    r"|\b(GTX|TITAN|GEFORCE MX|MX ?\d{3})\b|\bRTX ?20[5-8]0\b|\bQUADRO\b|\b[PK]\d{3,4}\b"
     r"|\bRTX [345678]000\b(?!.*\bADA\b)"
 )
 """Names of GPUs older than Ampere (compute capability 8.0), which have no bf16: Kepler, Maxwell, Pascal,
 Volta and Turing in CUDA's list of GPUs by compute capability. Used for declared GPUs: a detected one reports
 its capability."""
+
+_JOINED = re.compile(
+    r"(?<=NVIDIA)(?=\w)|(?<=TESLA)(?=\w)|(?<=TITAN)(?=\w)|(?<=QUADRO)(?=\w)|(?<=GEFORCE)(?=\w)"
+    r"|(?<=[RG]TX)(?=\d)|(?<=\d)(?=TI\b|SUPER|SXM|PCIE)"
+)
+"""Where a name that is written without spaces, such as RTX2080TI, has one in CUDA's list."""
 
 _FIRST_WITH_BF16 = 8.0
 
@@ -34,7 +40,8 @@ def _is_ampere_or_later(device: Device) -> bool:
     """Whether a GPU has bf16 and flash attention."""
     if device.compute_capability is not None:
         return device.compute_capability >= _FIRST_WITH_BF16
-    return _WITHOUT_BF16.search(re.sub(r"[-_]", " ", device.name.upper())) is None
+    name = re.sub(r"[-_]", " ", device.name.upper())
+    return _WITHOUT_BF16.search(_JOINED.sub(" ", name)) is None
 
 
 def make_recipe(

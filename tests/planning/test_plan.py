@@ -107,6 +107,9 @@ def test_precision_follows_the_device_unless_named(precision: str, device: Devic
     ("name", "precision"),
     [
         ("NVIDIA RTX 2000 Ada Generation", "bf16"), ("NVIDIA GeForce RTX 2080 Ti", "fp16"),
+        ("RTX2080TI", "fp16"), ("RTX2070SUPER-8GB", "fp16"), ("GTX1080Ti-11GB", "fp16"),
+        ("TeslaV100", "fp16"), ("NVIDIAT4", "fp16"), ("QuadroRTX6000-24GB", "fp16"), ("T2000-4GB", "fp16"),
+        ("MX450-2GB", "fp16"), ("RTX3090", "bf16"), ("RTX4060TI", "bf16"), ("RTXA6000", "bf16"),
         ("Tesla P4", "fp16"), ("Tesla T4", "fp16"), ("Tesla V100-SXM2-16GB", "fp16"),
         ("Quadro RTX 6000", "fp16"), ("NVIDIA RTX 6000 Ada Generation", "bf16"), ("NVIDIA L4", "bf16"),
         ("NVIDIA RTX A6000", "bf16"), ("NVIDIA A100-SXM4-80GB", "bf16"), ("NVIDIA GeForce RTX 3090", "bf16"),

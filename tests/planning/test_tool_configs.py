@@ -104,6 +104,18 @@ def test_torchtune_s_configuration_is_found_by_the_model_s_name(model: str, name
     assert words[words.index("--config") + 1] == name
 
 
+def test_the_micro_batch_fits_the_smallest_device(client: TestClient) -> None:
+    asked = {
+        "model_name": "gpt2", "gpus": ["16GB", "80GB"], "target_effective_batch_size": 256, "wait_seconds": 0,
+    }  # fmt: skip
+    planned = client.post("/gradient-accumulation/calculate-batch-size", json=asked).json()
+    smallest, largest = (device["max_micro_batch_size"] for device in planned["devices"])
+    assert smallest < planned["actual_batch_size_per_gpu"] <= largest
+    written = client.post(f"{PATH}/trl", json=asked).json()
+    assert written["micro_batch_size"] <= smallest
+    assert written["effective_batch_size"] == 256
+
+
 def test_over_http(client: TestClient) -> None:
     asked = {
         "model_name": LLAMA, "target_effective_batch_size": 60, "gpus": ["80GB", "80GB"], "method": "lora",

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from app.contract.memory_profile import Recipe
+from app.contract.model_reference import LoraSpec
 from app.planning.architectures import from_config
 from app.planning.catalogue import TINY_GPT2
 from app.planning.estimate import ByFormula, ByProfile, largest_micro_batch
@@ -96,6 +97,29 @@ def test_one_micro_batch_needs_less_memory_than_accumulating() -> None:
         rows = largest_micro_batch(estimate, gigabytes * 2**30)
         assert estimate.memory(rows).peak_process_bytes <= gigabytes * 2**30
         assert estimate.memory(rows + 1).peak_process_bytes > gigabytes * 2**30
+
+
+@pytest.mark.parametrize(
+    ("freeze", "targets"),
+    [
+        (("model.layers.[0-3].*",), None),
+        (("model.layers.6.*",), None),
+        ((), ["3.self_attn.q_proj"]),
+    ],
+    ids=["the first layers are frozen", "the last one is frozen", "one layer has adapters"],
+)
+def test_layers_that_are_treated_differently_are_simulated_one_by_one(
+    freeze: tuple[str, ...], targets: list[str] | None
+) -> None:
+    lora = targets and LoraSpec(r=4, alpha=8, dropout=0.0, target_modules=tuple(targets), merge=False)
+    recipe = Recipe(device="cpu", precision="fp32", freeze=freeze, lora=lora or None)
+    config = {**FAMILIES["llama"], "num_hidden_layers": 7}
+    profile = make_profile(config, recipe, 64)
+    whole = Simulation(config, recipe, Depth(7, 7, 0))
+    assert profile.curve.trainable == whole.trainable
+    predicted = ByProfile(profile.curve, recipe, "simulated").memory(2).peak_allocated_bytes
+    true = max(peak.bytes for peak in peaks(whole.whole(2, 64)))
+    assert predicted - workspace_bytes("cpu") == pytest.approx(true, rel=1e-6)
 
 
 def test_parameters_are_counted_at_the_whole_depth() -> None:

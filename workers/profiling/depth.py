@@ -1,9 +1,11 @@
 """How many layers of a model must be traced to predict the whole model."""
 
+import re
 from dataclasses import dataclass
 from math import lcm
 from typing import Any
 
+from app.contract.memory_profile import Recipe
 from app.planning.estimated_sizes import LAYER_COUNTS, text_part
 from workers.profiling.unroll import GROUPS, LAST
 
@@ -33,6 +35,26 @@ def depth_for(layers: int, period: int) -> Depth:
     if further <= 0:
         return Depth(period, layers, 0)
     return Depth(period, GROUPS * period + left, further + 1)
+
+
+_MAY_BE_A_LAYER = re.compile(r"[\d*]*\d[\d*]*")
+"""A part of a pattern, between dots, that matches the numbers of some layers."""
+
+
+def treats_layers_differently(recipe: Recipe) -> bool:
+    """Whether the recipe freezes or adapts the weights of some layers by their number, so that one layer does
+    not represent the others. If in doubt, yes.
+
+    >>> plain = Recipe(device="cpu", precision="fp32")
+    >>> treats_layers_differently(plain.model_copy(update={"freeze": ("*.mlp.fc1.*", "transformer.wte.*")}))
+    False
+    >>> treats_layers_differently(plain.model_copy(update={"freeze": ("transformer.h.1?.*",)}))
+    True
+    """
+    targets = () if recipe.lora is None else recipe.lora.target_modules or ()
+    patterns = (*recipe.freeze, *targets)
+    parts = (part for pattern in patterns for part in pattern.split("."))
+    return any("?" in part or "[" in part or _MAY_BE_A_LAYER.fullmatch(part) is not None for part in parts)
 
 
 def period_of(config: dict[str, Any], sequence: int) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 from app.contract.memory_profile import KINDS, Curve, PointMemory, Profile, Recipe, Stretch
 from workers.profiling.allocation_trace import AllocationTrace, Peak, peaks
 from workers.profiling.allocator import replay
-from workers.profiling.depth import Depth, depth_for, layers_in, period_of
+from workers.profiling.depth import Depth, depth_for, layers_in, period_of, treats_layers_differently
 from workers.profiling.growth import (
     DifferentTraces,
     Growths,
@@ -60,6 +60,8 @@ def profiles(
     began = time.perf_counter()
     run_traces = run_traces or (lambda works: [work() for work in works])
     depth = depth_for(layers_in(config), period_of(config, sequence))
+    if treats_layers_differently(recipe):
+        depth = Depth(layers_in(config), layers_in(config), 0)
     try:
         simulation = Simulation(config, recipe, depth)
         ways = _retried_variants(simulation, sequence, run_traces)
