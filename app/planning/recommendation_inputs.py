@@ -7,6 +7,7 @@ from sqlalchemy import select
 
 from app.contract.accumulation import ClipMode
 from app.contract.architecture import Architecture
+from app.contract.objective import ObjectiveName
 from app.contract.reports import NoiseScale
 from app.contract.spec import OptimizerName, Spec
 from app.errors import Unprocessable
@@ -99,10 +100,12 @@ def noise_of(job: Job) -> MeasuredNoise | None:
 
 
 def _rate_of(job: Job) -> MeasuredRate | None:
-    """The learning rate of a job that succeeded with a falling loss."""
+    """The learning rate of a job that succeeded with a loss that fell."""
     result = job.result or {}
     first, last = result.get("first_loss"), result.get("final_loss")
-    if job.status != "succeeded" or first is None or last is None or not last < first:
+    if job.status != "succeeded" or first is None or last is None:
+        return None
+    if not last < first - _LEAST_FALL * abs(first):
         return None
     spec = Spec.model_validate(job.spec)
     return MeasuredRate(
@@ -116,9 +119,15 @@ def _rate_of(job: Job) -> MeasuredRate | None:
     )
 
 
+_LEAST_FALL = 0.01
+"""The share of its first value by which a loss must have fallen: less says nothing of the learning rate."""
+
+
 def _newest(session: Session, model_name: str) -> list[Job]:
-    """The newest finished jobs of a model."""
-    finished = select(Job).where(Job.model_name == model_name, Job.status == "succeeded")
+    """The newest finished jobs that fine-tuned a model on texts; other objectives need other rates and
+    batches."""
+    is_sft = Job.spec["objective"]["name"].as_string().is_(None)
+    finished = select(Job).where(Job.model_name == model_name, Job.status == "succeeded", is_sft)
     return list(session.scalars(finished.order_by(Job.id.desc()).limit(NEWEST)))
 
 
@@ -161,7 +170,13 @@ def situation(
         useful_is_measured=solution.throughput is not None and solution.throughput.reached_plateau,
         kind=requested.kind,
         steps_total=_steps_total(job, requested, batch),
+        objective=_objective_of(job),
     )
+
+
+def _objective_of(job: Job | None) -> ObjectiveName:
+    objective = None if job is None else Spec.model_validate(job.spec).objective
+    return "sft" if objective is None else objective.name
 
 
 def _steps_total(job: Job | None, requested: Choices, batch: int) -> int | None:

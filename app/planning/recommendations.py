@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from app.contract.accumulation import MAX_ACCUMULATION_STEPS, MAX_EFFECTIVE_BATCH, ClipMode
 from app.contract.architecture import Architecture
+from app.contract.objective import ObjectiveName
 from app.contract.plan import Source
 from app.contract.reports import NoiseScale
 from app.contract.spec import OptimizerName, RunPrecision
@@ -89,6 +90,7 @@ class Situation:
     kind: ModelKind = "transformer"
     steps_total: int | None = None
     """Optimizer steps of the run; None: not known."""
+    objective: ObjectiveName = "sft"
 
 
 def recommended_batch(samples: int | None) -> int:
@@ -270,6 +272,9 @@ def _clipping_of_the_whole(batch: int, kind: ModelKind) -> Recommendation:
 def _rate(situation: Situation, optimizer: OptimizerName, batch: int) -> Recommendation:
     learned = situation.measured_rate
     if learned is None or (learned.optimizer, learned.adapters) != (optimizer, situation.adapters):
+        if situation.objective not in ("sft", "classification"):
+            usual = learning_rate.default_rate(situation.objective, adapters=situation.adapters)
+            return _literature(usual, f"the default for {situation.objective}, whatever the batch", "low")
         return recommended_rate(
             situation.architecture.parameters, optimizer, batch, adapters=situation.adapters
         )

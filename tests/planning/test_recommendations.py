@@ -1,8 +1,10 @@
 from dataclasses import replace
 
 import pytest
+from fastapi.testclient import TestClient
 
 from app.contract.accumulation import MAX_ACCUMULATION_STEPS
+from app.contract.objective import ObjectiveSpec
 from app.contract.reports import NoiseScale
 from app.contract.spec import OptimizerName
 from app.planning.architectures import named
@@ -14,6 +16,11 @@ from app.planning.recommendations import (
     recommend,
     recommended_batch,
 )
+from app.settings import Settings
+from app.storage.database import Database
+from app.storage.tables import Job
+from tests.harness.specs import make_spec
+from tests.harness.submissions import succeeded
 
 
 @pytest.mark.parametrize(
@@ -158,3 +165,41 @@ def test_the_range_contains_the_recommended_batch_for_any_size_of_data() -> None
         batch = recommend(asked)["effective_batch_size"]
         assert batch.range is not None
         assert batch.range[0] <= batch.value <= batch.range[1], samples
+
+
+def test_the_rate_of_another_objective_is_its_own() -> None:
+    gpt2 = named("gpt2")
+    assert gpt2 is not None
+    situation = Situation(gpt2, 16, micro_batch=16, devices=1, device_kind="cpu", objective="dpo")
+    rates = [recommend(replace(situation, adapters=adapters))["learning_rate"] for adapters in (False, True)]
+    assert [each.value for each in rates] == [1e-6, 1e-5]
+    assert rates[0].evidence == "literature"
+
+
+@pytest.mark.parametrize(
+    ("objective", "last", "counts"),
+    [
+        pytest.param(None, 1.0, True, id="the loss fell"),
+        pytest.param(None, 1.999, False, id="it fell by less than a percent"),
+        pytest.param(ObjectiveSpec(name="dpo", beta=0.1), 1.0, False, id="another objective"),
+    ],
+)
+def test_only_jobs_whose_loss_fell_are_evidence_for_a_learning_rate(
+    client: TestClient,
+    database: Database,
+    settings: Settings,
+    objective: ObjectiveSpec | None,
+    last: float,
+    counts: bool,
+) -> None:
+    job_id, _ = succeeded(database, settings)
+    spec = make_spec(objective=objective)
+    with database.writing() as session:
+        job = session.get_one(Job, job_id)
+        job.spec = spec.model_dump(mode="json")
+        job.result = {"files": ["config.json"], "first_loss": 2.0, "final_loss": last}
+    path = "/gradient-accumulation/performance/recommendations"
+    found = client.get(
+        path, params={"model_name": "accrue/tiny-gpt2", "optimizer": spec.optimizer.name}
+    ).json()
+    assert (found["learning_rate"]["evidence"] == "measured") == counts
