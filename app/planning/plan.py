@@ -238,6 +238,11 @@ def _warnings_of_options(spec: Spec, solution: Solution) -> list[str]:
             f"gradient_compression: gradients are rounded to {spec.gradient_compression} when they are sent, "
             "so training only approximates that of one device"
         )
+    if spec.freeze and solution.estimate.source == "formula":
+        warnings.append(
+            "the formula counts all parameters as trained, also those that freeze names: its prediction is too "
+            "high. The simulation knows them"
+        )
     if spec.use_cpu_offload and kind == "cpu":
         warnings.append("use_cpu_offload changes nothing on a CPU, whose memory holds everything already")
     warnings += unsupported(kind, quantised=spec.method.name == "qlora", optimizer=spec.optimizer.name)

@@ -207,3 +207,9 @@ def test_the_number_of_devices_is_what_fits_or_what_has_work() -> None:
     known = by_formula(large_batch.model.architecture)
     assert worth_using(large_batch, gpus(8), known) == 8
     assert worth_using(large_batch, [CPU] * 4, known) == 1
+
+
+@pytest.mark.parametrize("freeze", [(), ("transformer.h.0.*",)])
+def test_a_plan_by_formula_says_that_it_ignores_freeze(freeze: tuple[str, ...]) -> None:
+    plan = plan_by_formula(make_spec(freeze=freeze), [A100], predicted=True)
+    assert any("that freeze names" in warning for warning in plan.warnings) == bool(freeze)
