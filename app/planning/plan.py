@@ -240,8 +240,8 @@ def _warnings_of_options(spec: Spec, solution: Solution) -> list[str]:
         )
     if spec.freeze and solution.estimate.source == "formula":
         warnings.append(
-            "the formula counts all parameters as trained, also those that freeze names, so its prediction is "
-            "too high: the simulation is exact about them"
+            "the formula counts all parameters as trained, also those that freeze names, so its prediction "
+            "is too high: the simulation is exact about them"
         )
     if spec.use_cpu_offload and kind == "cpu":
         warnings.append("use_cpu_offload changes nothing on a CPU, whose memory holds everything already")
