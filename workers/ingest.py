@@ -241,7 +241,7 @@ def _progress(session: Session, job_id: str, position: Position) -> dict[str, An
         sums = _sums_before(session, job_id, last.step + 1)
     window = position.window
     within = window is not None and window.step == last.step
-    left = (steps_total or last.step) - last.step
+    left = max(0, (steps_total or last.step) - last.step)
     return {
         "step": last.step,
         "steps_total": steps_total,

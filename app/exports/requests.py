@@ -109,7 +109,7 @@ def any_unclaimed(session: Session) -> bool:
 
 def claim(session: Session, process: str) -> Claimed | None:
     """Claims an export that no process is making: the oldest of the key for which none was made for the
-    longest time."""
+    longest time. Exports that were deleted since do not count."""
     earlier, of_key = aliased(Export), aliased(Job)
     served_at = (
         select(func.coalesce(func.max(earlier.claimed_at), 0.0))

@@ -83,7 +83,9 @@ def key_of(architecture: Architecture, recipe: Recipe, sequence: int) -> str:
     }
     unused = {name for name, value in defaults.items() if getattr(recipe, name) == value}
     own = recipe.model_dump_json(exclude=unused | {"context_bytes"})
-    version = _PROFILER_VERSION[recipe.device]
+    version: int | str = _PROFILER_VERSION[recipe.device]
+    if recipe.freeze or (recipe.lora is not None and recipe.lora.target_modules):
+        version = f"{version} by layer"  # before, such profiles did not tell layers apart
     content = f"{architecture.fingerprint} {own} {sequence} {_torch_version()} {version}"
     return hashlib.sha256(content.encode()).hexdigest()[:32]
 

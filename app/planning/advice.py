@@ -69,7 +69,10 @@ def _of_the_time(figures: Figures) -> list[str]:
             "steps for the same samples, and LoRA trains fewer parameters."
         )
     if figures.skipped:
-        advice.append(f"{figures.skipped} windows were skipped: the job's events name the samples at fault.")
+        advice.append(
+            f"{figures.skipped} windows were skipped: the job's events say why, and name the samples at "
+            "fault."
+        )
     return advice
 
 

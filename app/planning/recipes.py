@@ -9,7 +9,7 @@ from app.contract.spec import Attention, MethodSpec, OptimizerName, RunPrecision
 from app.planning.devices import Device
 
 _WITHOUT_BF16 = re.compile(
-    r"\b(P4|P6|P40|P100|P?V100|T4G?|T[456]00|T1000|T1200|T2000|M\d\d|K\d\d)\b"
+    r"\b(P4|P6|P40|P100|P?V100S?|T4G?|T[456]00|T550|T1000|T1200|T2000|M\d\d|K\d\d)\b"
     r"|\b(GTX|TITAN|GEFORCE MX|MX ?\d{3})\b|\bRTX ?20[5-8]0\b|\bQUADRO\b|\b[PK]\d{3,4}\b"
     r"|\bRTX [345678]000\b(?!.*\bADA\b)"
 )
@@ -19,7 +19,7 @@ its capability."""
 
 _JOINED = re.compile(
     r"(?<=NVIDIA)(?=\w)|(?<=TESLA)(?=\w)|(?<=TITAN)(?=\w)|(?<=QUADRO)(?=\w)|(?<=GEFORCE)(?=\w)"
-    r"|(?<=[RG]TX)(?=\d)|(?<=\d)(?=TI\b|SUPER|SXM|PCIE)"
+    r"|(?<=[RG]TX)(?=\d)|(?<=\d)(?=TI(?![A-Z])|SUPER|SXM|PCIE)|(?<=\dTI)(?=\d)"
 )
 """Where a name that is written without spaces, such as RTX2080TI, has one in CUDA's list."""
 

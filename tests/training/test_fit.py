@@ -286,6 +286,13 @@ def test_frozen_parameters_do_not_change(tmp_path: Path) -> None:
     assert not any(name.startswith("transformer.h.0.") for name in moved)
 
 
+def test_the_other_name_of_a_shared_weight_freezes_it(tmp_path: Path) -> None:
+    run = create_run(tmp_path / "run", make_spec(data=small_data(), freeze=("lm_head.*",)))
+    run_to_end(run)
+    initial, trained = load_file(tmp_path / "tiny-gpt2" / "model.safetensors"), weights(run)
+    assert torch.equal(initial["transformer.wte.weight"], trained["transformer.wte.weight"])
+
+
 def test_gradient_checkpointing_trains_the_same(tmp_path: Path) -> None:
     spec = make_spec(data=small_data(), max_steps=4)
     plain = create_run(tmp_path / "plain", spec)
@@ -423,5 +430,8 @@ def test_windows_without_weight_are_no_steps_of_the_schedule(tmp_path: Path, bat
     assert len(lines) == outcome.steps
     assert rates[-1] == pytest.approx(rates[0] / outcome.steps)  # the next one would be 0
     skipped = events_of_kind(run, "skipped")
-    assert len(skipped) <= 3, "at most one for each epoch; the last window counts as of the next one"
+    assert len(skipped) <= 4, "the first of each epoch, and the last if it ends the epoch"
+    windows = 2 * ceil(40 / batch)
+    counted = max([line["skipped"] for line in raw_log(run)] + [each["data"]["skipped"] for each in skipped])
+    assert counted == windows - outcome.steps
     assert bool(skipped) == (outcome.steps < 2 * ceil(40 / batch))

@@ -89,7 +89,7 @@ class Engine:
         with torch.inference_mode():
             while not self._ended:
                 self._read_orders(waits=not (self._orders or self._waiting or self._batches))
-                self._prepare_orders()
+                self._prepare_orders(is_answering=bool(self._batches))
                 self._guarded(self._begin_waiting)
                 for adapter, batch in list(self._batches):
                     self._guarded(partial(self._step, adapter, batch), batch)
@@ -112,10 +112,14 @@ class Engine:
                 else:
                     self._orders.add(order)
 
-    def _prepare_orders(self) -> None:
-        """Prepares the next requests, for a short time."""
+    def _prepare_orders(self, *, is_answering: bool) -> None:
+        """Prepares the next requests, for a short time.
+
+        Args:
+            is_answering: whether there are answers to go on with.
+        """
         began = time.monotonic()
-        if self._batches and began < self._prepare_at:
+        if is_answering and began < self._prepare_at:
             return
         now = began
         while self._orders and now < began + _PREPARE_SECONDS:
@@ -217,7 +221,7 @@ class Engine:
                 return
             self._waiting.popleft()
             self._guarded(partial(self._join, adapter, batch, choices), batch, choices)
-            if self._orders or self._lines.qsize():
+            if self._lines.qsize() or (self._orders and time.monotonic() >= self._prepare_at):
                 return
 
     def _bring_next_forward(self) -> None:
@@ -311,7 +315,7 @@ class Engine:
                 self._report_deltas(own.request_id)
             self._report_if_due()
             self._read_orders(waits=False)
-            self._prepare_orders()
+            self._prepare_orders(is_answering=True)
             return own.finish_reason is None and own.request_id in self._requests and not self._ended
 
         def answer() -> None:

@@ -37,8 +37,8 @@ def depth_for(layers: int, period: int) -> Depth:
     return Depth(period, GROUPS * period + left, further + 1)
 
 
-_MAY_BE_A_LAYER = re.compile(r"[\d*]*\d[\d*]*")
-"""A part of a pattern, between dots, that matches the numbers of some layers."""
+_MAY_BE_A_LAYER = re.compile(r"^[\d*]*\d[\d*]*$|\*\d")
+"""A part of a pattern, between dots, that may match the numbers of some layers; `*` also matches dots."""
 
 
 def treats_layers_differently(recipe: Recipe) -> bool:
@@ -50,11 +50,13 @@ def treats_layers_differently(recipe: Recipe) -> bool:
     False
     >>> treats_layers_differently(plain.model_copy(update={"freeze": ("transformer.h.1?.*",)}))
     True
+    >>> treats_layers_differently(plain.model_copy(update={"freeze": ("transformer.h*0.attn*",)}))
+    True
     """
     targets = () if recipe.lora is None else recipe.lora.target_modules or ()
     patterns = (*recipe.freeze, *targets)
     parts = (part for pattern in patterns for part in pattern.split("."))
-    return any("?" in part or "[" in part or _MAY_BE_A_LAYER.fullmatch(part) is not None for part in parts)
+    return any("?" in part or "[" in part or _MAY_BE_A_LAYER.search(part) is not None for part in parts)
 
 
 def period_of(config: dict[str, Any], sequence: int) -> int:

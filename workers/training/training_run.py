@@ -77,8 +77,10 @@ class TrainingRun:
 
     @property
     def steps_total(self) -> int:
-        """Steps of the whole run; an estimate if the ramp follows measurements."""
-        return ramp.steps_total(self.assignment.spec, self.state, len(self.loader.samples)) - self._empty
+        """Steps of the whole run; an estimate if the ramp follows measurements, or for more than 20 million
+        samples of which some do not count."""
+        planned = ramp.steps_total(self.assignment.spec, self.state, len(self.loader.samples))
+        return max(planned - self._empty, 1)
 
     @cached_property
     def _empty(self) -> int:

@@ -99,6 +99,17 @@ def test_the_two_newest_checkpoints_are_kept(tmp_path: Path) -> None:
     ]
 
 
+def test_a_step_that_is_saved_again_does_not_take_the_place_of_the_step_before(tmp_path: Path) -> None:
+    """After the last evaluation, the last step is saved a second time."""
+    model, optimizer = saved_at(tmp_path, 1, 2)
+    again = stand(2)
+    again.progress.micro_step += 1  # what a later save of the same step keeps differs
+    save(tmp_path, again, model, optimizer)
+    kept = [int(path.name.split("-")[1]) for path in checkpoint.newest_first(tmp_path)]
+    assert kept == [2, 1]
+    assert restore(tmp_path, *trained()) == (again, [])
+
+
 @pytest.mark.parametrize(
     "file", ["model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"]
 )

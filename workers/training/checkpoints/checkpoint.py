@@ -30,7 +30,7 @@ from workers.training.models.parameters import Parameters
 from workers.training.optimizer import parameter_names
 
 KEPT = 2
-"""How many checkpoints are kept: the newest and the one before; the best one is kept as well."""
+"""How many checkpoints are kept: those of the two newest steps; the best one is kept as well."""
 
 BEST = "best"
 """The file that holds the best checkpoint's name."""

@@ -18,14 +18,17 @@ def skip(training: TrainingRun, window: Indices, trained: TrainedWindow | None) 
     progress, samples = training.state.progress, training.loader.samples
     progress.skipped += 1
     if trained is None:
-        # One event for each epoch: mostly weightless data would fill the log.
-        if (epoch := training.state.position.epoch) == training.epoch_of_empty_window:
-            return
+        # Two events for each epoch at most: those of mostly weightless data would fill the log.
+        position = training.state.position  # of the next window
+        is_last = position.consumed == 0
+        epoch = position.epoch - is_last
+        is_first = epoch != training.epoch_of_empty_window
         training.epoch_of_empty_window = epoch
-        message = (
-            "Step skipped: none of its tokens count toward the loss. Further steps of this epoch that are "
-            "skipped for this reason are not reported."
-        )
+        if not is_first and not is_last:
+            return
+        message = "Step skipped: none of its tokens count toward the loss."
+        if not is_last:
+            message += " Further ones of this epoch are counted, but not reported."
         named = window.tolist()
     else:
         progress.skipped_in_a_row += 1
