@@ -72,7 +72,7 @@ def sweep(
         if watch and not dry_run:
             from app.cli.terminal import INTERRUPTED, notify
 
-            ids = ", ".join(job["id"] for job in found["jobs"])
+            ids = ", ".join(job["training_id"] for job in found["jobs"])
             notify(f"{found['name']}: {len(found['jobs'])} jobs ({ids})")
             try:
                 found = _wait(client, found, quiet=as_json)
