@@ -72,8 +72,7 @@ def sweep(
         if watch and not dry_run:
             from app.cli.terminal import INTERRUPTED, notify
 
-            ids = ", ".join(job["training_id"] for job in found["jobs"])
-            notify(f"{found['name']}: {len(found['jobs'])} jobs ({ids})")
+            _announce(found)
             try:
                 found = _wait(client, found, quiet=as_json)
             except KeyboardInterrupt:
@@ -126,6 +125,14 @@ def _values(given: str) -> tuple[str, list[Any]]:
         values.append(value)
         rest = rest[end + 1 :].lstrip()
     return field, values
+
+
+def _announce(sweep: dict[str, Any]) -> None:
+    """Names a new sweep and its jobs on standard error, so that they are known if the command is ended."""
+    from app.cli.terminal import notify
+
+    ids = ", ".join(job["training_id"] for job in sweep["jobs"])
+    notify(f"{sweep['name']}: {len(sweep['jobs'])} jobs ({ids})")
 
 
 def _wait(client: Client, sweep: dict[str, Any], *, quiet: bool) -> dict[str, Any]:

@@ -45,6 +45,7 @@ from app.web.dependencies import (
     CurrentIdempotentRequest,
     CurrentSettings,
     Limit,
+    Listing,
     Reading,
     Slowly,
     Writing,
@@ -96,7 +97,7 @@ class _Handler(SubmissionHandler):
 async def list_jobs(
     request: Request,
     database: CurrentDatabase,
-    slowly: Slowly,
+    listing: Listing,
     filters: MetadataFilters,
     limit: Limit = 20,
     after: After = None,
@@ -109,7 +110,7 @@ async def list_jobs(
             rows = reads.page(connection, reads.JOBS.where(*filters), database.viewer.owner, limit, after)
             return answer_cache.page_response("openai", rows, limit, answer)
 
-    return await (slowly(listed) if filters else in_thread(listed))  # filters may read all jobs of a key
+    return await (listing(listed) if filters else in_thread(listed))  # filters may read all jobs of a key
 
 
 @router.get(

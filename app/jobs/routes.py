@@ -42,8 +42,8 @@ from app.web.dependencies import (
     CurrentSettings,
     JobId,
     Limit,
+    Listing,
     Reading,
-    Slowly,
     Writing,
     in_thread,
     planning_inputs_of,
@@ -100,7 +100,7 @@ async def large_batch(
 async def list_jobs(
     request: Request,
     database: CurrentDatabase,
-    slowly: Slowly,
+    listing: Listing,
     filters: Filters,
     limit: Limit = 20,
     after: After = None,
@@ -115,7 +115,7 @@ async def list_jobs(
             rows = reads.page(connection, query, database.viewer.owner, limit, after)
             return answer_cache.page_response("native", rows, limit, lambda job: job_answer(waiting, job))
 
-    return await (slowly(listed) if filters else in_thread(listed))  # filters may read all jobs of a key
+    return await (listing(listed) if filters else in_thread(listed))  # filters may read all jobs of a key
 
 
 @router.get("/{training_id}", summary="A job", response_model=JobResponse, responses=NOT_MODIFIED)

@@ -85,7 +85,7 @@ def key_of(architecture: Architecture, recipe: Recipe, sequence: int) -> str:
     own = recipe.model_dump_json(exclude=unused | {"context_bytes"})
     version: int | str = _PROFILER_VERSION[recipe.device]
     if recipe.freeze or (recipe.lora is not None and recipe.lora.target_modules):
-        version = f"{version} by layer"  # before, such profiles did not tell layers apart
+        version = f"{version} by layer"  # earlier profiles took all layers to be alike
     content = f"{architecture.fingerprint} {own} {sequence} {_torch_version()} {version}"
     return hashlib.sha256(content.encode()).hexdigest()[:32]
 

@@ -35,7 +35,7 @@ from app.sweeps.variations import Variation, variations
 from app.web.dependencies import (
     CurrentDatabase,
     CurrentIdempotentRequest,
-    Slowly,
+    Listing,
     planning_inputs_of,
     slowly_of,
 )
@@ -69,19 +69,19 @@ async def create(
 
 
 @router.get("", summary="List sweeps")
-async def list_sweeps(database: CurrentDatabase, slowly: Slowly) -> SweepList:
+async def list_sweeps(database: CurrentDatabase, listing: Listing) -> SweepList:
     """The newest hundred, newest first."""
 
     def listed() -> SweepList:
         with database.reading() as session:
             return table.newest(session)
 
-    return await slowly(listed)
+    return await listing(listed)
 
 
 @router.get("/{sweep_name}", summary="A sweep: its jobs, and the best so far")
 async def get(
-    database: CurrentDatabase, slowly: Slowly, sweep_name: Annotated[SweepName, Path()]
+    database: CurrentDatabase, listing: Listing, sweep_name: Annotated[SweepName, Path()]
 ) -> SweepResponse:
     """The best job is the succeeded one with the lowest validation loss, or training loss if no job has
     validation data. If a job was trained again, the newer one counts."""
@@ -90,7 +90,7 @@ async def get(
         with database.reading() as session:
             return table.of_name(session, sweep_name)
 
-    return await slowly(found)
+    return await listing(found)
 
 
 class _Handler(SubmissionHandler):

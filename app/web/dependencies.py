@@ -126,6 +126,11 @@ def slowly_of(request: Request) -> RunSlowly:
     return partial(slow.run, request.state.caller.key_id)
 
 
+async def _listing(request: Request, caller: Annotated[Caller, Depends(_caller)]) -> RunSlowly:
+    lists: SlowWork = request.app.state.list_work
+    return partial(lists.run, caller.key_id)
+
+
 async def _fetching(
     settings: Annotated[Settings, Depends(_settings)], slowly: Annotated[RunSlowly, Depends(_slowly)]
 ) -> RunSlowly:
@@ -147,6 +152,9 @@ async def _file(request: Request, caller: Annotated[Caller, Depends(_caller)]) -
 
 Slowly = Annotated[RunSlowly, Depends(_slowly)]
 """Runs work that may take seconds in a thread; called with the work, as `SlowWork.run`."""
+Listing = Annotated[RunSlowly, Depends(_listing)]
+"""Runs the query of a list that may read all rows of a key. Lists have threads of their own, so that they do
+not wait for uploads and other slow requests."""
 Fetching = Annotated[RunSlowly, Depends(_fetching)]
 """Runs work that opens stored files in a thread: among the slow requests, if they may have to be fetched."""
 StreamOf = Annotated[SendStream, Depends(_stream)]

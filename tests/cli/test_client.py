@@ -216,3 +216,16 @@ def test_interrupting_a_wait_reports_that_the_job_continues(
         terminal.wait_for(interrupted, "ftjob-1", "measuring", quiet=True)
     assert ended.value.code == 130
     assert "accrue cancel ftjob-1" in capsys.readouterr().err.replace("\n", " ")
+
+
+def test_a_file_that_cannot_be_written_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    missing = tmp_path / "missing" / "losses.png"
+    monkeypatch.setattr("app.cli.app", lambda **_: missing.write_bytes(b""))
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 1
+    shown = "".join(capsys.readouterr().err.split("\n"))
+    assert f"{missing}: No such file or directory" in shown
+    assert "unexpected" not in shown

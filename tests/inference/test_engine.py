@@ -3,8 +3,8 @@ join and leave, with adapters and without."""
 
 import json
 import threading
-import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
 from types import SimpleNamespace
@@ -236,22 +236,28 @@ def test_keys_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {"b0", "b1"} <= set(ended[:5])
 
 
-def test_a_key_with_slow_prompts_does_not_delay_another_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reading a prompt takes a moment here, as a long text does."""
+@pytest.mark.parametrize("together", [True, False])
+def test_a_key_with_slow_prompts_does_not_delay_another_key(
+    monkeypatch: pytest.MonkeyPatch, together: bool
+) -> None:
+    """Preparing any prompt takes longer than may pass between two steps here, as long texts do."""
     read: list[str] = []
     ended: list[tuple[str, int]] = []
     honest = PromptReader.prompts
 
-    def slow(self: PromptReader, order: InferenceOrder) -> list[list[int]]:
+    def counted(self: PromptReader, order: InferenceOrder) -> list[list[int]]:
         read.append("a" if order.max_tokens == 3 else "b")
-        time.sleep(0.05 if read[-1] == "a" else 0.0)
         return honest(self, order)
 
     def note(reported: Reported) -> None:
         if reported.part is not None and reported.part.is_last:
             ended.append((str(reported.id), len(read)))
 
-    monkeypatch.setattr(PromptReader, "prompts", slow)
+    monkeypatch.setattr(PromptReader, "prompts", counted)
+    monkeypatch.setattr("workers.inference.engine._PREPARE_SECONDS", 1e-9)
+    if not together:
+        alone = replace(check_batching(make("llama"), CPU), agree=False)
+        monkeypatch.setattr("workers.inference.engine.batching_check.check_batching", lambda *_: alone)
     [prompt] = prompts_of(1)
     orders = [AnswerOrder(id=f"a{number}", order=ordered(prompt, 3), key_id="a") for number in range(20)]
     orders.append(AnswerOrder(id="b", order=ordered(prompt, 4), key_id="b"))
@@ -259,7 +265,7 @@ def test_a_key_with_slow_prompts_does_not_delay_another_key(monkeypatch: pytest.
     assert len(ended) == 21
     read_before = dict(ended)
     assert read[:2] == ["a", "b"]
-    assert read_before["b"] <= 4
+    assert read_before["b"] <= 10  # at most one for each of the few steps that it takes
 
 
 def test_a_request_that_is_cancelled_while_it_waits_is_not_prepared() -> None:

@@ -87,6 +87,19 @@ def chunks_of(answer: Any) -> list[Any]:
     return [line if line == "[DONE]" else json.loads(line) for line in lines]
 
 
+def test_what_the_openai_client_sends_as_null_is_accepted(client: TestClient, database: Database) -> None:
+    """An answer's message that is passed back has fields that are null."""
+    nulls = {"annotations": None, "audio": None, "function_call": None, "refusal": None, "tool_calls": None}
+    messages = [*HELLO["messages"], {"role": "assistant", "content": "Hi", **nulls}, *HELLO["messages"]]
+    with answering(database, says("Yes")) as seen:
+        chat = client.post(CHAT, json={**HELLO, "messages": messages, "n": None})
+        completion = client.post(COMPLETIONS, json={"model": MODEL, "prompt": "a", "n": None})
+    assert (chat.status_code, completion.status_code) == (200, 200)
+    assert [order.choices for order in seen] == [1, 1]
+    refused = client.post(CHAT, json={**HELLO, "messages": [{**messages[1], "audio": {"id": "x"}}]})
+    assert refused.status_code == 400
+
+
 def test_a_chat_as_a_whole(client: TestClient, database: Database) -> None:
     with answering(database, says("Hel", "lo")) as seen:
         answer = client.post(CHAT, json={**HELLO, "temperature": 0, "stop": "x", "seed": 3, "top_k": 2})

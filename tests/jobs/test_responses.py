@@ -52,3 +52,14 @@ def test_the_split_of_an_ended_job_is_that_of_each_device(
     with database.reading() as session:
         answer = job_answer(WaitingReasons(session), session.get_one(Job, job_id))
     assert (answer.accumulation_steps, answer.actual_batch_size_per_gpu) == (steps, size)
+
+
+@pytest.mark.parametrize(("status", "eta"), [("running", 5.0), ("paused", None), ("succeeded", None)])
+def test_only_a_running_job_has_an_estimated_end(database: Database, status: str, eta: float | None) -> None:
+    job_id = submitted(database)
+    with database.writing() as session:
+        progress, config = {"step": 1, "eta_seconds": 5.0}, {"use_gradient_accumulation": True}
+        session.execute(update(Job).values(status=status, progress=progress, config=config))
+    with database.reading() as session:
+        answer = job_answer(WaitingReasons(session), session.get_one(Job, job_id))
+    assert answer.progress.eta_seconds == eta

@@ -4,6 +4,7 @@ import threading
 
 import pytest
 
+from app.contract.architecture import BUILT_IN_MODEL
 from app.contract.model_reference import ModelReference
 from app.contract.spec import Spec
 from app.errors import Conflict, NotFound, Unprocessable
@@ -49,6 +50,13 @@ def test_a_job_does_not_start_from_a_model_whose_files_are_being_deleted(
     assert not folder.is_dir()
     with pytest.raises(NotFound):
         trained_models.remove(database, settings, name_of(database, source))
+
+
+def test_only_trained_models_can_be_deleted(database: Database, settings: Settings) -> None:
+    with pytest.raises(NotFound, match="No model has the name"):
+        trained_models.remove(database, settings, "nope")
+    with pytest.raises(Conflict, match="only trained models"):
+        trained_models.remove(database, settings, BUILT_IN_MODEL)
 
 
 @pytest.mark.postgresql

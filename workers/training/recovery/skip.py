@@ -18,7 +18,7 @@ def skip(training: TrainingRun, window: Indices, trained: TrainedWindow | None) 
     progress, samples = training.state.progress, training.loader.samples
     progress.skipped += 1
     if trained is None:
-        # Two events for each epoch at most: those of mostly weightless data would fill the log.
+        # At most two events for each epoch: data that mostly have no weight would fill the log with them.
         position = training.state.position  # of the next window
         is_last = position.consumed == 0
         epoch = position.epoch - is_last
