@@ -21,6 +21,7 @@ from app.jobs import routes as job_routes
 from app.security.rates import RateLimiter
 from app.settings import Settings, get_settings
 from app.storage.tables import Job
+from app.web.concurrency import SlowWork
 from app.web.middleware import _address
 from tests.harness.requests import JOB, PATH, key_for, service
 from tests.harness.runs import until
@@ -201,6 +202,19 @@ def test_client_addresses_are_validated_before_they_are_stored(host: str, kept: 
     assert _address(host) == kept
 
 
+def counted_runs(work: SlowWork, monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
+    """The keys of the requests that run in these threads from now on."""
+    keys: list[str | None] = []
+    honest = work.run
+
+    async def run(key_id: str | None, work: Callable[[], Any]) -> Any:
+        keys.append(key_id)
+        return await honest(key_id, work)
+
+    monkeypatch.setattr(work, "run", run)
+    return keys
+
+
 @pytest.mark.parametrize(
     "path",
     [
@@ -225,16 +239,31 @@ def test_figures_over_all_steps_of_a_job_are_slow_requests(
     with client.app.state.database.writing() as session:  # type: ignore[attr-defined]
         session.execute(update(Job).values(status="succeeded", finished_at=1.0))
     slow = client.app.state.slow_work  # type: ignore[attr-defined]
-    keys, honest = [], slow.run
-
-    async def run(key_id: str | None, work: Callable[[], Any]) -> Any:
-        keys.append(key_id)
-        return await honest(key_id, work)
-
-    monkeypatch.setattr(slow, "run", run)
+    runs = counted_runs(slow, monkeypatch)
     answer = client.get(path.format(job=job, number=job.removeprefix("ftjob-")))
     assert answer.status_code == (409 if "compare" in path else 200)  # the job has no steps to compare
-    assert len(keys) == 1
+    assert len(runs) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "limited"),
+    [
+        ("/gradient-accumulation/training", False),
+        ("/gradient-accumulation/training?metadata[a]=1", True),
+        ("/gradient-accumulation/training?user_id=a", True),
+        ("/v1/fine_tuning/jobs", False),
+        ("/v1/fine_tuning/jobs?metadata[a]=1", True),
+        ("/gradient-accumulation/sweeps", True),
+    ],
+)
+def test_lists_that_may_read_all_jobs_of_a_key_are_limited_by_themselves(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch, path: str, limited: bool
+) -> None:
+    """They wait for each other, but not for uploads and other slow requests."""
+    state = client.app.state  # type: ignore[attr-defined]
+    lists, slow = counted_runs(state.list_work, monkeypatch), counted_runs(state.slow_work, monkeypatch)
+    assert client.get(path).status_code == 200
+    assert (len(lists), len(slow)) == (int(limited), 0)
 
 
 @pytest.mark.parametrize(("texts", "at_once"), [(6000, {2}), (10, {8})])
