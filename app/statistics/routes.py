@@ -11,7 +11,7 @@ from app.results import charts
 from app.results.comparison import MAX_POINTS, compare
 from app.results.schemas import Comparison
 from app.statistics import performance, totals
-from app.statistics.schemas import ConfigurationStatistics, JobStatistics, Totals
+from app.statistics.schemas import ConfigurationStatistics, GroupWord, JobStatistics, Totals
 from app.web.dependencies import CurrentCaller, CurrentDatabase, Slowly
 from app.web.routers import native_router
 
@@ -19,12 +19,17 @@ router = native_router("/stats", tags=["statistics"])
 
 
 @router.get("", summary="Totals of this service")
-async def totals_of_service(slowly: Slowly, database: CurrentDatabase, filters: Filters) -> Totals:
+async def totals_of_service(
+    slowly: Slowly,
+    database: CurrentDatabase,
+    filters: Filters,
+    group_by: Annotated[GroupWord | None, Query(description="Also return the totals of each group")] = None,
+) -> Totals:
     """Totals of all jobs; filter by `status`, `user_id`, `model`, submission (`since`, `until`)."""
 
     def counted() -> Totals:
         with database.connecting() as connection:
-            return totals.count(connection, database.viewer.owner, filters)
+            return totals.count(connection, database.viewer.owner, filters, by=group_by)
 
     return await slowly(counted)  # the steps of running jobs are counted one by one
 

@@ -84,6 +84,32 @@ class ConfigurationStatistics(ResponseModel):
     jobs: list[JobStatistics]
 
 
+GroupWord = Literal["day", "user", "model", "device"]
+"""What jobs can be grouped by."""
+
+
+class GroupTotals(ResponseModel):
+    """Totals of the jobs of one day, user, model or device."""
+
+    group: str | None
+    """The day of submission in UTC (2026-11-28), the `user_id`, the model's name or the device's; null for
+    jobs without a `user_id`, or that no device has run yet."""
+    jobs: int
+    by_status: dict[str, int]
+    success_rate: float | None
+    """Succeeded jobs as a share of succeeded and failed ones."""
+    steps: int
+    samples: int
+    tokens: int
+    """Target tokens: those that the loss is averaged over."""
+    skipped: int
+    final_loss: float | None
+    """Mean of the jobs' last losses."""
+    target_tokens_per_second: float | None
+    samples_per_second: float | None
+    device_hours: float
+
+
 class Totals(ResponseModel):
     """Totals of all jobs, or of those that the filters select."""
 
@@ -106,6 +132,8 @@ class Totals(ResponseModel):
     """Hours of each attempt times its devices; of a running job, only the earlier attempts count."""
     configurations: int
     files: int
+    groups: list[GroupTotals] | None = None
+    """With `group_by`: days in order of time, other groups with the most device hours first."""
 
 
 class CostByAccumulationSteps(ResponseModel):

@@ -1,13 +1,14 @@
 """Totals of a service. Running jobs are counted from their steps, all others from stored sums."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from datetime import date
 from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, Integer, Select, case, cast, func, select
 
-from app.statistics.schemas import Totals
+from app.statistics.schemas import GroupTotals, GroupWord, Totals
 from app.storage.database import database_now, insert_for
 from app.storage.session import Session
 from app.storage.tables import Attempt, Configuration, File, Job, JobTotals, Owned, StepMetric
@@ -47,12 +48,15 @@ def store_totals(session: Session, job_id: str) -> None:
     session.execute(statement.on_conflict_do_update(index_elements=["job_id"], set_=new))
 
 
-def count(connection: Connection, owner: str | None, filters: Filters = ()) -> Totals:
+def count(
+    connection: Connection, owner: str | None, filters: Filters = (), by: GroupWord | None = None
+) -> Totals:
     """Counts everything that an owner sees.
 
     Args:
         owner: the id of an API key, or None for all keys.
         filters: only jobs that fulfil all of them are counted; configurations and files are not filtered.
+        by: also count the jobs of each day, user, model or device separately.
     """
     jobs = [*_seen(Job, owner), *filters]
     sums = _sums(connection, jobs)
@@ -79,6 +83,88 @@ def count(connection: Connection, owner: str | None, filters: Filters = ()) -> T
         device_hours=sums["device_seconds"] / 3600,
         configurations=_number(connection, Configuration, owner),
         files=_number(connection, File, owner),
+        groups=None if by is None else count_groups(connection, jobs, by),
+    )
+
+
+@dataclass
+class _Group:
+    """What is summed over the jobs of a group."""
+
+    by_status: Counter[str] = field(default_factory=Counter)
+    sums: Counter[str] = field(default_factory=Counter)
+    final_losses: float = 0.0
+    jobs_with_final_loss: int = 0
+
+
+def count_groups(connection: Connection, jobs: Filters, by: GroupWord) -> list[GroupTotals]:
+    """Counts the jobs that fulfil all conditions by day, user, model or device: days in order of time, other
+    groups with the most device hours first."""
+    key: Any = {
+        "day": _day(connection), "user": Job.user_id, "model": Job.model_name, "device": Job.device
+    }[by]  # fmt: skip
+    groups: dict[str | None, _Group] = {}
+
+    def group_of(value: Any) -> _Group:
+        name = None if value is None else _date(value) if by == "day" else str(value)
+        return groups.setdefault(name, _Group())
+
+    ended = (_sum(case((Job.status == "running", 0), else_=getattr(JobTotals, name))) for name in _SUMS)
+    stored = select(
+        key, Job.status, func.count(), _sum(JobTotals.final_loss), func.count(JobTotals.final_loss), *ended
+    )
+    stored = stored.outerjoin(JobTotals, JobTotals.job_id == Job.id).where(*jobs).group_by(key, Job.status)
+    for value, status, number, losses, with_loss, *sums in connection.execute(stored):
+        group = group_of(value)
+        group.by_status[status] += number
+        group.final_losses += losses
+        group.jobs_with_final_loss += with_loss
+        group.sums.update(dict(zip(_SUMS, map(float, sums), strict=True)))
+    for value, counted_steps in _running_by(connection, [*jobs, Job.status == "running"], key):
+        group_of(value).sums.update(counted_steps)
+    counted = [_totals_of_group(name, group) for name, group in groups.items()]
+    if by == "day":
+        return sorted(counted, key=lambda group: group.group or "")
+    return sorted(counted, key=lambda group: (-group.device_hours, -group.jobs, group.group or ""))
+
+
+def _running_by(
+    connection: Connection, running: Filters, key: ColumnElement[Any]
+) -> Iterator[tuple[Any, dict[str, float]]]:
+    """The sums of running jobs, counted from their steps, one group and some of its sums at a time."""
+    postgresql = connection.dialect.name == "postgresql"
+    steps = (func.count(), _sum(StepMetric.samples), _sum(StepMetric.tokens), _sum(_SECONDS))
+    counted: dict[tuple[str, ...], Select[Any]] = {
+        ("steps", "samples", "tokens", "seconds"): (
+            select(key, *steps).join_from(StepMetric, Job, StepMetric.job_id == Job.id)
+        ),
+        ("device_seconds",): (
+            select(key, _sum(device_seconds(is_postgresql=postgresql)))
+            .join_from(Attempt, Job, Attempt.job_id == Job.id)
+        ),
+        ("skipped",): select(key, _sum(_skipped(is_postgresql=postgresql))),
+    }  # fmt: skip
+    for names, query in counted.items():
+        for value, *sums in connection.execute(query.where(*running).group_by(key)):
+            yield value, dict(zip(names, map(float, sums), strict=True))
+
+
+def _totals_of_group(name: str | None, group: _Group) -> GroupTotals:
+    sums, by_status = group.sums, group.by_status
+    ended, seconds = by_status["succeeded"] + by_status["failed"], sums["seconds"]
+    return GroupTotals(
+        group=name,
+        jobs=by_status.total(),
+        by_status={status: number for status, number in by_status.items() if number},
+        success_rate=by_status["succeeded"] / ended if ended else None,
+        steps=int(sums["steps"]),
+        samples=int(sums["samples"]),
+        tokens=int(sums["tokens"]),
+        skipped=int(sums["skipped"]),
+        final_loss=group.final_losses / group.jobs_with_final_loss if group.jobs_with_final_loss else None,
+        target_tokens_per_second=sums["tokens"] / seconds if seconds else None,
+        samples_per_second=sums["samples"] / seconds if seconds else None,
+        device_hours=sums["device_seconds"] / 3600,
     )
 
 
@@ -100,16 +186,21 @@ def _kept(jobs: Filters) -> Select[Any]:
 def _of_steps(connection: Connection, running: Filters) -> Select[Any]:
     """The same sums for jobs that run, counted from their steps."""
     postgresql = connection.dialect.name == "postgresql"
-    windows = Job.progress["skipped"].as_integer() if postgresql else func.json_extract(
-        Job.progress, "$.skipped"
-    )  # fmt: skip
     ids = select(Job.id).where(*running)
-    skipped = select(_sum(windows)).where(*running)
+    skipped = select(_sum(_skipped(is_postgresql=postgresql))).where(*running)
     attempts = select(_sum(device_seconds(is_postgresql=postgresql))).where(Attempt.job_id.in_(ids))
     return select(
         func.count(), _sum(StepMetric.samples), _sum(StepMetric.tokens), skipped.scalar_subquery(),
         _sum(_SECONDS), attempts.scalar_subquery(),
     ).where(StepMetric.job_id.in_(ids))  # fmt: skip
+
+
+def _skipped(*, is_postgresql: bool) -> ColumnElement[Any]:
+    """The number of windows that a running job has skipped."""
+    if is_postgresql:
+        skipped: ColumnElement[Any] = Job.progress["skipped"].as_integer()
+        return skipped
+    return func.json_extract(Job.progress, "$.skipped")
 
 
 def device_seconds(*, is_postgresql: bool, running: bool = False) -> ColumnElement[Any]:
@@ -136,11 +227,19 @@ def _mean_final_loss(connection: Connection, jobs: Filters) -> float | None:
 
 def _by_day(connection: Connection, jobs: Filters) -> dict[str, int]:
     """The number of jobs submitted on each day, in UTC."""
+    return {_date(day): number for day, number in sorted(_numbers(connection, jobs, _day(connection)))}
+
+
+def _day(connection: Connection) -> ColumnElement[int]:
+    """The day on which a job was submitted, in UTC: the number of days since 1970."""
     days: ColumnElement[float] = Job.created_at / 86400.0
     if connection.dialect.name == "postgresql":  # where a cast rounds
         days = func.floor(days)
-    numbers = sorted(_numbers(connection, jobs, cast(days, Integer)))
-    return {date.fromordinal(_EPOCH + int(day)).isoformat(): number for day, number in numbers}
+    return cast(days, Integer)
+
+
+def _date(day: int) -> str:
+    return date.fromordinal(_EPOCH + int(day)).isoformat()
 
 
 def _numbers(connection: Connection, jobs: Filters, *groups: Any) -> Sequence[Any]:

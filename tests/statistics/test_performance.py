@@ -4,7 +4,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 
 import pytest
-from sqlalchemy import insert, update
+from sqlalchemy import delete, insert, update
 
 from app.contract.reports import LogLine
 from app.contract.spec import MethodSpec
@@ -14,6 +14,7 @@ from app.planning.devices import GIB, Device
 from app.results import series as module
 from app.results.series import each_step, last_step, series
 from app.statistics import performance, totals
+from app.statistics.schemas import GroupWord
 from app.storage.database import Database
 from app.storage.tables import Attempt, Job, StepMetric
 from tests.harness.log_lines import line
@@ -79,6 +80,50 @@ def test_totals_equal_the_sums_of_steps_for_running_and_ended_jobs(database: Dat
         session.execute(update(Job).where(Job.id == running).values(status="failed"))
         totals.store_totals(session, running)
         assert totals.count(session.connection(), None).steps == 9
+
+
+@pytest.mark.parametrize(
+    ("by", "names"),
+    [
+        ("day", ["2026-11-27", "2026-11-28"]),
+        ("user", ["7", "anna", None]),
+        ("model", ["other", "accrue/tiny-gpt2"]),
+        ("device", ["gpu", "cpu", None]),
+    ],
+)
+def test_totals_by_group_add_up_to_those_of_all_jobs(
+    database: Database, by: GroupWord, names: list[str | None]
+) -> None:
+    running, failed, waiting = (finished(database, "cpu", steps=steps) for steps in (3, 5, 1))
+    begin = datetime(2026, 11, 27, 23, tzinfo=UTC).timestamp()
+    one = {"status": "running", "user_id": 7, "model_name": "other", "device": "gpu", "created_at": begin}
+    two = {"status": "failed", "user_id": "anna", "device": "cpu", "created_at": begin + 3600}
+    three = {"status": "queued", "device": None, "created_at": begin + 7200}
+    with database.writing() as session:
+        for job_id, values, hours in ((running, one, 3), (failed, two, 1), (waiting, three, 0)):
+            session.execute(update(Job).where(Job.id == job_id).values(**values))
+            session.add(
+                Attempt(
+                    job_id=job_id, attempt=1, worker_id="w", claimed_at=begin, ended_at=begin + hours * 3600
+                )
+            )
+        session.execute(delete(StepMetric).where(StepMetric.job_id == waiting))
+        session.flush()
+        totals.store_totals(session, running)
+        totals.store_totals(session, failed)
+        session.add(StepMetric(job_id=running, **line(4).model_dump()))
+    with database.reading() as session:
+        whole = totals.count(session.connection(), None, by=by)
+        assert totals.count(session.connection(), None).groups is None
+    assert whole.groups is not None
+    assert [group.group for group in whole.groups] == names
+    for name in ("jobs", "steps", "samples", "tokens", "skipped", "device_hours"):
+        assert sum(getattr(group, name) for group in whole.groups) == getattr(whole, name), name
+    of_running = next(group for group in whole.groups if group.group in ("2026-11-27", "7", "other", "gpu"))
+    assert (of_running.steps, of_running.device_hours, of_running.success_rate) == (4, 3.0, None)
+    assert of_running.by_status == {"running": 1}
+    assert of_running.target_tokens_per_second == pytest.approx(whole.target_tokens_per_second)
+    assert {group.success_rate for group in whole.groups} == {None, 0.0}
 
 
 def test_a_series_has_the_requested_points_including_first_and_last(database: Database) -> None:

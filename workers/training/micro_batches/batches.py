@@ -254,18 +254,26 @@ def draw_first(
 
 def _cheapest(ordered: Lengths, tokens: int, rows_at_most: int | None, fixed: float) -> list[tuple[int, int]]:
     """The cheapest cut within the budget of samples in descending length. Its cost is the padded tokens plus
-    a fixed cost of each micro-batch, since a device needs time for even the smallest one.
+    a fixed cost of each micro-batch, since a device needs time for even the smallest one. Among the cheapest,
+    it is the one whose largest micro-batch has the fewest tokens, larger ones first: 43 samples of the same
+    length, of which 42 fit, become 22 and 21, as the plan shows them.
 
-    By dynamic programming from the shortest sample backwards: best[i] is the cost of cutting all from i on.
+    By dynamic programming from the shortest sample backwards: best[i] is the cost of cutting all from i on,
+    and largest[i] the tokens of the largest micro-batch of that cut.
     """
     count = len(ordered)
     best, ends = np.zeros(count + 1), np.zeros(count, dtype=np.int64)
+    largest = np.zeros(count + 1, dtype=np.int64)
     rows = np.arange(1, count + 1)
     for i in range(count - 1, -1, -1):
         most = min(count - i, max(1, tokens // int(ordered[i])), rows_at_most or count)
-        costs = ordered[i] * rows[:most] + best[i + 1 : i + most + 1]
-        taken = int(costs.argmin())
-        best[i], ends[i] = costs[taken] + fixed, i + taken + 1
+        taken = ordered[i] * rows[:most]
+        costs = taken + best[i + 1 : i + most + 1]
+        cheapest = np.flatnonzero(costs == costs.min())
+        peaks = np.maximum(taken[cheapest], largest[i + 1 + cheapest])
+        chosen = int(np.flatnonzero(peaks == peaks.min())[-1])
+        best[i], ends[i] = costs[cheapest[chosen]] + fixed, i + int(cheapest[chosen]) + 1
+        largest[i] = peaks[chosen]
     bounds, start = [], 0
     while start < count:
         bounds.append((start, int(ends[start])))
