@@ -19,7 +19,7 @@ from workers.run_directory import RunDirectory, RunDirectoryInUse
 log = structlog.get_logger("accrue.worker")
 
 _UNUSED_SECONDS = 7 * 24 * 3600.0
-"""Copies and ended jobs' run directories that were not used for so long are deleted."""
+"""Copies and ended jobs' run directories are deleted once they have been unused for this long."""
 
 _EVERY_SECONDS = 3600.0
 

@@ -29,13 +29,13 @@ _IN_USE_SECONDS = 5.0
 
 
 def end_job(
-    session: Session, running: Running, status: int, settings: Settings, *, interrupted: bool
+    session: Session, running: Running, status: int, settings: Settings, *, worker_is_stopping: bool
 ) -> None:
     """Writes the job's next state: succeeded, failed, queued, paused or cancelled.
 
     Args:
         status: the trainer's exit status; negative if a signal ended the trainer.
-        interrupted: whether the worker itself is stopping.
+        worker_is_stopping: the trainer was interrupted because its worker stops.
     """
     fence = running.fence
     outcome = running.run.outcome() if status == 0 else None
@@ -56,7 +56,7 @@ def end_job(
         queue.fail(session, fence, Failure(code=lifecycle.TIMEOUT, message=message, permanent=True))
     elif running.makes_way:
         queue.make_way(session, fence, running.interrupted_because or "it makes way for another job")
-    elif running.interrupted_because or (status == INTERRUPTED and interrupted):
+    elif running.interrupted_because or (status == INTERRUPTED and worker_is_stopping):
         queue.release(session, fence, running.interrupted_because or "interrupted")
     elif running.trainer.evicted_because is not None:
         queue.postpone(session, fence, running.trainer.evicted_because, _EVICTED_SECONDS)

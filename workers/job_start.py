@@ -17,8 +17,8 @@ from app.storage.database import Database, is_unavailable
 from app.storage.disk import is_full
 from app.storage.objects import Damaged, object_storage
 from app.storage.tables import Job
-from workers.fetched_run import FetchingTrainer
 from workers.job_end import RETRY_SECONDS, end_attempt
+from workers.job_inputs import PendingTrainer
 from workers.leases import Running
 from workers.run_directory import DISK_FULL_FAILURE, DamagedRunDirectory, RunDirectoryInUse
 from workers.run_upload import RunUpload
@@ -56,7 +56,7 @@ class JobStart:
             self._end_unstarted(fence, error)
             return None
 
-    def go_on(self, running: Running, trainer: FetchingTrainer) -> Running | None:
+    def go_on(self, running: Running, trainer: PendingTrainer) -> Running | None:
         """Starts a job's trainer once its files have been fetched. Returns what takes the place of `running`:
         itself while files are still being fetched, or None if the attempt has ended, since it was
         interrupted or its files cannot be fetched.
@@ -77,7 +77,7 @@ class JobStart:
             self._end_unstarted(fence, error)
             return None
 
-    def _launch(self, running: Running, trainer: FetchingTrainer) -> Running:
+    def _launch(self, running: Running, trainer: PendingTrainer) -> Running:
         with self.database.reading() as session:
             job = transitions.get(session, running.fence.job_id)
         storage = object_storage(self.settings)

@@ -55,11 +55,11 @@ class Offers:
         if not self._settings.trainer_network:  # each job trains on one device
             return [(free, _offer(free, labels, shrink_above=1))]
         larger = live_workers.labels_of_larger(session, of_worker)
-        most = MAX_DEVICES if larger else of_worker  # no worker has more than `MAX_DEVICES`
+        shrink_above = MAX_DEVICES if larger else of_worker  # no worker has more than `MAX_DEVICES`
         shrinkable = queue.shrinkable_requirements(session, of_worker, labels, larger) if larger else ()
         there = [*(device.id for device in free), *busy]
         wanted = reservations.jobs_to_reserve_for(
-            session, self._settings.reserve_after_seconds, there, most, labels, shrinkable, of_worker
+            session, self._settings.reserve_after_seconds, there, shrink_above, labels, shrinkable, of_worker
         )
         left = reservations.seconds_left(session, list(jobs.values())) if wanted else {}
         expected = {device: left.get(job_id, 0.0) for device, job_id in jobs.items()}
@@ -83,7 +83,7 @@ class Offers:
             if not offered:
                 continue
             if offered == free and not busy:
-                offer = _offer(offered, labels, tier.before_place, most, shrinkable, of_worker)
+                offer = _offer(offered, labels, tier.before_place, shrink_above, shrinkable, of_worker)
             else:
                 offer = _offer(offered, labels, tier.before_place)
             offers.append((offered, offer))

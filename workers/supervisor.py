@@ -1,4 +1,4 @@
-"""One process per machine: claims jobs for free devices, runs a trainer for each, watches, finishes.
+"""One process per worker: claims jobs for free devices, runs a trainer for each, watches, finishes.
 
 The loop is a single thread, since trainers get their parent-death signal when the thread that started them
 ends. Each turn first does what must not wait for the database, then stores the trainers' reports, then claims
@@ -33,10 +33,10 @@ from workers import helper_process, job_measurements, temperature
 from workers.device_locks import DeviceLocks
 from workers.disk_cleaner import DiskCleaner
 from workers.executors.protocol import Executor
-from workers.fetched_run import FetchingTrainer
 from workers.helper_process import HelperProcess
 from workers.ingest import Position, ingest
 from workers.job_end import DEVICE_LOST, end_attempt, end_job
+from workers.job_inputs import PendingTrainer
 from workers.job_start import JobStart
 from workers.leases import DELETE_WORKER_AFTER_SECONDS, LeaseKeeper, Running
 from workers.offers import Offered, Offers, chosen_devices, device_ids
@@ -204,7 +204,7 @@ class Supervisor:
             if self.stopped and now > running.lease_until:
                 self._release(running)  # its end could not be stored: the next worker claims the job
         elif running.requested == "stop" and not (
-            isinstance(running.trainer, FetchingTrainer) or running.run.finish_requested()
+            isinstance(running.trainer, PendingTrainer) or running.run.finish_requested()
         ):
             running.run.request_finish()
         elif running.requested in ("pause", "cancel") and not running.interrupted_because:
@@ -363,7 +363,7 @@ class Supervisor:
         if running.broken is not None:
             self._end_broken(running, status)
             return
-        if isinstance(running.trainer, FetchingTrainer):
+        if isinstance(running.trainer, PendingTrainer):
             successor = self.start.go_on(running, running.trainer)
             if successor is not running:
                 self.running += [] if successor is None else [successor]
@@ -393,7 +393,7 @@ class Supervisor:
                 if position.tuning is not None and position.tuning != running.position.tuning:
                     job_measurements.store_tuning(session, running, position.tuning)
                 if status is not None and position.caught_up:
-                    end_job(session, running, status, self.settings, interrupted=self.stopped)
+                    end_job(session, running, status, self.settings, worker_is_stopping=self.stopped)
                     fail_point("supervisor.finishing")
             running.position = position
             if position.caught_up or time.monotonic() > until:

@@ -32,7 +32,7 @@ from app.storage.session import Session
 from app.storage.tables import Job
 from workers.executors.protocol import Executor, Launch
 from workers.executors.remote_trainer import LaunchParameters, RemoteTrainer, handle_of
-from workers.fetched_run import FetchingTrainer, Inputs, fetch_run, find_inputs
+from workers.job_inputs import Inputs, PendingTrainer, fetch_run, find_inputs
 from workers.leases import Running, Trainer
 from workers.run_directory import RunDirectory
 from workers.trainer_process import TrainerProcess
@@ -80,7 +80,7 @@ class TrainerLauncher:
         return Running(
             fence,
             devices,
-            FetchingTrainer(fetch, locks),
+            PendingTrainer(fetch, locks),
             RunDirectory(self.settings.runs_dir / fence.job_id),
             claimed_at + self.settings.lease_seconds,
             timeout_at=None,
@@ -238,7 +238,7 @@ class TrainerLauncher:
 
 def _sample_length(session: Session, spec: Spec, devices: Sequence[Device], known: PlannerEvidence) -> int:
     """Tokens of a sample of full length: as measured, unless memory was simulated for `max_length` alone."""
-    order, most = lengths.order_of(spec), spec.data.max_length
+    order, most = lengths.measurement_request(spec), spec.data.max_length
     measured = sample_length_of(spec, None if order is None else lengths.find(session, order))
     recipe = recipe_of(spec, devices[0])
     if len(devices) > 1:

@@ -158,7 +158,7 @@ class AccumulationConfig(Request):
         description="Gradient check: before training, compare the first step's gradient in two splits",
     )
     noise_scale_every: int | None = Field(
-        10, ge=1, description="Measure the gradient noise scale every so many steps; null: never"
+        10, ge=1, description="Measure the gradient noise scale once every this many steps; null: never"
     )
     log_accumulation: Flag = Field(
         True, description="Report progress within a step: after a micro-batch, at most once a second"

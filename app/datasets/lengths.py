@@ -25,7 +25,7 @@ _FORGOTTEN_AFTER_SECONDS = 600.0
 """Requests, and errors, are forgotten after this time, so that they are made again."""
 
 
-def order_of(spec: Spec) -> PreviewSpec | None:
+def measurement_request(spec: Spec) -> PreviewSpec | None:
     """What to measure for a job. None if rows are packed or the model is compiled, since all rows are then of
     `max_length`; or if there is a validation file, which is not measured."""
     data = spec.data

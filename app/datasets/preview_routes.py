@@ -39,7 +39,7 @@ async def preview(
     def checked() -> PreviewSpec:
         with database.connecting() as connection:
             found = Data(*files.read_row(connection, database.viewer.owner, file_id, field="file_id"))
-        model, _ = starting_models.find_reference(model_name, database, settings)
+        model, _ = starting_models.find_model(model_name, database, settings)
         data = DataSpec(
             file_id=found.file_id,
             sha256=found.sha256,

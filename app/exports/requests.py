@@ -108,8 +108,8 @@ def any_unclaimed(session: Session) -> bool:
 
 
 def claim(session: Session, process: str) -> Claimed | None:
-    """Claims an export that no process is making: the oldest of the key for which none was made for the
-    longest time. Exports that were deleted since do not count."""
+    """Claims an export that no process is making: the oldest export of the key that has gone
+    longest without one being started. Exports that have been deleted since are ignored."""
     earlier, of_key = aliased(Export), aliased(Job)
     served_at = (
         select(func.coalesce(func.max(earlier.claimed_at), 0.0))

@@ -75,7 +75,7 @@ async def create(
             if job.status != "succeeded" or not trained_models.has_model(job, settings):
                 raise Conflict(f"Job {training_id} has no model to export.")
             spec, name = Spec.model_validate(job.spec), trained_models.name_of(job)
-        order = _order(requested, spec, name, starting_models.find_reference(name, database, settings)[0])
+        order = _order(requested, spec, name, starting_models.find_model(name, database, settings)[0])
         with database.writing() as session:
             if (replayed := idempotency.replay(session)) is not None:
                 return replayed

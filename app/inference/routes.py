@@ -138,7 +138,7 @@ def _model(name: str, database: Database, settings: Settings) -> ModelReference:
             field="model",
         ) from None
     try:
-        model, _ = starting_models.find_reference(name, database, settings)
+        model, _ = starting_models.find_model(name, database, settings)
     except Unprocessable as error:
         raise UnknownModel(error.message, field="model") from None
     if model.scores:

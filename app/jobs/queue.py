@@ -84,8 +84,9 @@ class Offer:
     labels: Mapping[str, str] = field(default_factory=dict)
     """The worker's labels."""
     shrinkable: tuple[str, ...] = ()
-    """Label requirements: a job with one of these may also start on only the devices offered, if it requests
-    more than `of_worker`. No worker that meets these requirements has as many."""
+    """Sets of required labels. A job that has exactly one of these sets and requests more than `of_worker`
+    devices may start with just the devices offered: no worker that meets the set has as many devices as such
+    a job requests."""
     of_worker: int = MAX_DEVICES
     """How many devices this worker has."""
     only: str | None = None

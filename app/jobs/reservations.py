@@ -95,7 +95,7 @@ def jobs_to_reserve_for(
     session: Session,
     after_seconds: float,
     devices: Sequence[DeviceId],
-    most: int,
+    shrink_above: int,
     labels: Mapping[str, str] = _NO_LABELS,
     shrinkable: Sequence[str] = (),
     of_worker: int = MAX_DEVICES,
@@ -105,7 +105,8 @@ def jobs_to_reserve_for(
     Args:
         after_seconds: how long they must have waited.
         devices: the worker's devices, free or not.
-        most: a job that requests more devices than this is included as well, since it can train on fewer.
+        shrink_above: a job that requests more devices than this is included as well, since it can train on
+            fewer.
         labels: the worker's.
         shrinkable: sets of label requirements; a job whose requirements equal one of them is included as well
             if it requests more than `of_worker` devices, since it can train on fewer.
@@ -122,7 +123,7 @@ def jobs_to_reserve_for(
             Job.device_count > 1,
             or_(
                 Job.device_count <= len(devices),
-                Job.device_count > most,
+                Job.device_count > shrink_above,
                 and_(Job.device_count > of_worker, Job.requirements.in_(shrinkable)),
             ),
             Job.gpu_mask.bitwise_and(there) == Job.gpu_mask,
@@ -150,7 +151,10 @@ def seconds_left(session: Session, job_ids: Sequence[str]) -> dict[str, float]:
 
 
 def tiers(
-    jobs: Iterable[ReservableJob], free: Sequence[DeviceId], busy: Mapping[DeviceId, float], most: float = inf
+    jobs: Iterable[ReservableJob],
+    free: Sequence[DeviceId],
+    busy: Mapping[DeviceId, float],
+    shrink_above: float = inf,
 ) -> list[DeviceTier]:
     """What a worker offers, in this order. Each later tier leaves out the devices reserved for one more job,
     and is open to jobs further back in the queue.
@@ -160,11 +164,11 @@ def tiers(
         free: the worker's free devices.
         busy: its other devices that will become free, each with the seconds until then. Devices that are
             set aside are neither free nor busy.
-        most: a job that needs more devices than this takes all of the worker's.
+        shrink_above: a job that needs more devices than this takes all of the worker's.
     """
     left, soon, found = list(free), dict(busy), []
     for job in jobs:
-        kept = _kept(job, left, soon, most)
+        kept = _kept(job, left, soon, shrink_above)
         if kept:
             found.append(DeviceTier(job.place, tuple(left), job.job_id))
             left = [device for device in left if device not in kept]
@@ -173,7 +177,7 @@ def tiers(
 
 
 def _kept(
-    job: ReservableJob, free: Sequence[DeviceId], busy: Mapping[DeviceId, float], most: float
+    job: ReservableJob, free: Sequence[DeviceId], busy: Mapping[DeviceId, float], shrink_above: float
 ) -> set[DeviceId]:
     """The devices to keep for a job; none if it can start now, or not on this worker, or not soon enough."""
     seconds = {**dict.fromkeys(free, 0.0), **busy}
@@ -181,7 +185,7 @@ def _kept(
         chosen: list[DeviceId] = [device for device in seconds if device in job.gpu_ids]
         enough = len(job.gpu_ids)
     else:
-        enough = len(seconds) if job.devices > most else job.devices
+        enough = len(seconds) if job.devices > shrink_above else job.devices
         chosen = sorted(seconds, key=lambda device: seconds[device])[:enough]
     if not chosen or len(chosen) < enough:
         return set()

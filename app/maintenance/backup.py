@@ -33,7 +33,7 @@ _DATABASE = "accrue.db"
 _LOST = "lost-files.txt"
 """Lists the files that the data folder lacked when the backup was taken."""
 _DATABASE_COPIES = 4
-"""How often the database is copied while files are being deleted."""
+"""How many times the database is copied before giving up, if files are being deleted meanwhile."""
 _BESIDE = ("-wal", "-shm", "-journal")
 """Ends of the names of the files that SQLite keeps beside a database."""
 _FILE_ID = re.compile(r"file-[A-Za-z0-9]+")
@@ -297,7 +297,7 @@ _MAX_DEPTH = 16
 
 _CHECKPOINTS, _REPLICAS = "checkpoints", "replica-*"
 _LISTINGS = 20
-"""How often checkpoints are listed until none was replaced meanwhile."""
+"""How many times checkpoints are listed before giving up, if they are being replaced meanwhile."""
 _NO_LINKS = (
     errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EACCES, errno.EROFS,
 )  # fmt: skip

@@ -38,7 +38,7 @@ class PlannableModel:
     """The content of its config.json."""
 
 
-def find_reference(name: str, settings: Settings) -> tuple[ModelReference, PlannableModel]:
+def find_model(name: str, settings: Settings) -> tuple[ModelReference, PlannableModel]:
     """A base model to train. Its config.json is read here; the trainer downloads weights from the hub.
 
     Raises:
@@ -81,13 +81,13 @@ def find_for_planning(name: str, settings: Settings) -> PlannableModel:
     config.json cannot be read from here, it gets the sizes of its base, as estimates.
 
     Raises:
-        Unprocessable: as in `find_reference`.
+        Unprocessable: as in `find_model`.
     """
     config = _local_config(name, settings) or catalogue.config_of(name)
     if config is not None:
         return _read(name, config)
     try:
-        return find_reference(name, settings)[1]
+        return find_model(name, settings)[1]
     except hub.NotReadable:
         plain, revision = split_revision(name)
         base = catalogue.pretrained_base_of(plain) if revision is None else None

@@ -34,9 +34,7 @@ def is_trained(name: str) -> bool:
     return name.startswith(("ft:", "ftjob-"))
 
 
-def find_reference(
-    name: str, database: Database, settings: Settings
-) -> tuple[ModelReference, PlannableModel]:
+def find_model(name: str, database: Database, settings: Settings) -> tuple[ModelReference, PlannableModel]:
     """A model to train: a base model, or one that was trained here.
 
     Args:
@@ -46,7 +44,7 @@ def find_reference(
         Unprocessable: there is no such model, or it cannot be trained; the message says what to do.
     """
     if not is_trained(name):
-        return base_models.find_reference(name, settings)
+        return base_models.find_model(name, settings)
     with database.reading() as session:
         found = _find(session, settings, name)
         job = found.job
@@ -58,10 +56,10 @@ def find_for_planning(name: str, database: Database, settings: Settings) -> Plan
     """A model's sizes; a base model in the catalogue needs no files.
 
     Raises:
-        Unprocessable: as in `find_reference`.
+        Unprocessable: as in `find_model`.
     """
     if is_trained(name):
-        return find_reference(name, database, settings)[1]
+        return find_model(name, database, settings)[1]
     return base_models.find_for_planning(name, settings)
 
 
@@ -184,7 +182,7 @@ def _below_layers(reference: ModelReference, settings: Settings) -> PlannableMod
                 field=_FIELD,
             )
         return base_models.read_folder(reference.base_name, folder)
-    return base_models.find_reference(reference.base_name, settings)[1]
+    return base_models.find_model(reference.base_name, settings)[1]
 
 
 def _unmerged(lora: LoraSpec | None) -> LoraSpec | None:

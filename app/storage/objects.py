@@ -40,7 +40,7 @@ _VERSIONED = re.compile(r"(\d{6,})[./]")
 """The start of an object's key: the attempt that stored it."""
 
 _ATTEMPTS_TO_FETCH = 5
-"""How often a folder is fetched if its version is replaced meanwhile."""
+"""How many times a folder is fetched before giving up, if its version is replaced meanwhile."""
 
 
 class Damaged(Unavailable):

@@ -178,7 +178,8 @@ def path_of_export(settings: Settings, job_id: str, export_id: str, attempt: int
 
 
 def remove_unused(settings: Settings, seconds: float) -> list[Path]:
-    """Deletes the copies that were not used for so long, and what interrupted work has left. Returns them."""
+    """Deletes the copies that have been unused for this long, and what interrupted work
+    has left. Returns them."""
     before, removed = time.time() - seconds, []
     for kind in ("incoming/*", "outgoing/*"):
         for path in settings.copies_dir.glob(kind):

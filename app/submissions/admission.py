@@ -83,7 +83,7 @@ def check(
     Args:
         planned: whether the request must leave accumulation steps and micro-batch to Accrue.
         suffix: a part of the trained model's name.
-        find: finds the model by its name; None: `starting_models.find_reference`.
+        find: finds the model by its name; None: `starting_models.find_model`.
 
     Raises:
         Unprocessable, NotFound, InvalidRequest: the request cannot be trained; the message names the field.
@@ -92,7 +92,7 @@ def check(
     if find is not None:
         model, base = find(requested.model_name)
     else:
-        model, base = starting_models.find_reference(requested.model_name, inputs.database, settings)
+        model, base = starting_models.find_model(requested.model_name, inputs.database, settings)
     training = training_from(model, requested.training_config)
     if requested.dry_run:
         inputs = inputs.fresh()
@@ -211,7 +211,7 @@ def _distribution(requested: TrainingRequest, devices: int) -> Distribution:
 def _lengths(spec: Spec, inputs: PlanningInputs) -> tuple[Lengths | None, PreviewSpec | None]:
     """The measured lengths of a stored file's samples; or, if they are not known yet, the measurement that
     this has caused."""
-    order = lengths.order_of(spec)
+    order = lengths.measurement_request(spec)
     if order is None:
         return None, None
     measured = inputs.lengths(order)

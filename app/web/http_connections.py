@@ -69,7 +69,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     _receives_body = False
     """Whether the body of the newest request is incomplete, even if it has been answered already."""
     _beside_body = 0
-    """Bytes received since the last part of a body: trailers, and what a chunk's size is followed by."""
+    """Bytes received since the last part of a body: trailers and chunk extensions."""
     _is_stalled = False
     """Whether the client keeps a response waiting. It may send the next request meanwhile."""
 

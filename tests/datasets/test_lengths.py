@@ -40,7 +40,7 @@ def spec(database: Database, settings: Settings) -> Spec:
 
 @pytest.fixture
 def order(spec: Spec) -> PreviewSpec:
-    order = lengths.order_of(spec)
+    order = lengths.measurement_request(spec)
     assert order is not None
     return order
 
@@ -184,5 +184,5 @@ def test_the_longest_sample_is_rounded_up(
 
 def test_packed_rows_are_as_long_as_max_length(spec: Spec) -> None:
     packed = spec.model_copy(update={"data": spec.data.model_copy(update={"packing": True})})
-    assert lengths.order_of(packed) is None
-    assert lengths.order_of(spec.model_copy(update={"compile": True})) is None
+    assert lengths.measurement_request(packed) is None
+    assert lengths.measurement_request(spec.model_copy(update={"compile": True})) is None

@@ -72,7 +72,10 @@ def test_nothing_is_kept_without_need(job: ReservableJob) -> None:
 
 def test_a_job_that_needs_more_devices_than_there_are_gets_all() -> None:
     wide = ReservableJob(1.0, 16, frozenset(), 1e6)
-    assert tiers([wide], [0, 1], {2: 60.0}, most=3) == [DeviceTier(1.0, (0, 1), ""), DeviceTier(inf, ())]
+    assert tiers([wide], [0, 1], {2: 60.0}, shrink_above=3) == [
+        DeviceTier(1.0, (0, 1), ""),
+        DeviceTier(inf, ()),
+    ]
     assert tiers([wide], [0, 1], {2: 60.0}) == [DeviceTier(inf, (0, 1))], "another worker has more devices"
 
 
@@ -233,7 +236,7 @@ def test_the_queue_tells_which_jobs_need_devices(database: Database) -> None:
     with database.writing() as session:
         session.execute(update(Job).where(Job.id != young).values(created_at=Job.created_at - 100))
     with database.reading() as session:
-        found = jobs_to_reserve_for(session, 60, [0, 1], most=2)
+        found = jobs_to_reserve_for(session, 60, [0, 1], shrink_above=2)
         assert [(job.devices, job.gpu_ids) for job in found] == [(2, frozenset())], "one GPU is enough"
         assert all(100 <= job.waited_seconds < 200 for job in found)
         assert [job.devices for job in jobs_to_reserve_for(session, 60, [0], most=1)] == [2], "on fewer"
@@ -245,8 +248,11 @@ def test_devices_are_kept_only_for_jobs_that_the_worker_may_run(database: Databa
     with database.writing() as session:
         session.execute(update(Job).values(created_at=Job.created_at - 100))
     with database.reading() as session:
-        assert jobs_to_reserve_for(session, 60, [0, 1], most=2, labels={"zone": "a"}) == []
-        assert len(jobs_to_reserve_for(session, 60, [0, 1], most=2, labels={"zone": "b", "disk": "ssd"})) == 1
+        assert jobs_to_reserve_for(session, 60, [0, 1], shrink_above=2, labels={"zone": "a"}) == []
+        assert (
+            len(jobs_to_reserve_for(session, 60, [0, 1], shrink_above=2, labels={"zone": "b", "disk": "ssd"}))
+            == 1
+        )
         labels, required = {"zone": "b"}, ('{"zone": "b"}',)
         assert jobs_to_reserve_for(session, 60, [0], most=8, labels=labels) == []
         assert len(jobs_to_reserve_for(session, 60, [0], 8, labels, required, of_worker=1)) == 1, (
@@ -265,7 +271,7 @@ def test_a_pause_does_not_count_as_waiting(database: Database) -> None:
     with database.writing() as session:
         lifecycle.resume(session, paused)
     with database.reading() as session:
-        [job] = jobs_to_reserve_for(session, 0, [0, 1], most=2)
+        [job] = jobs_to_reserve_for(session, 0, [0, 1], shrink_above=2)
         assert job.waited_seconds < 1000
 
 

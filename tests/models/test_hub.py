@@ -28,15 +28,15 @@ def online(settings: Settings) -> Settings:
 
 def refusal(name: str, settings: Settings) -> str:
     with pytest.raises(Unprocessable) as caught:
-        base_models.find_reference(name, settings)
+        base_models.find_model(name, settings)
     assert caught.value.field == "model_name"
     return caught.value.message
 
 
 def test_a_model_is_pinned_to_its_commit(hub: Hub, online: Settings) -> None:
-    model, _ = base_models.find_reference("me/tiny", online)
+    model, _ = base_models.find_model("me/tiny", online)
     assert (model.source, model.revision) == ("hub", COMMIT)
-    older, _ = base_models.find_reference("me/tiny@v1", online)
+    older, _ = base_models.find_model("me/tiny@v1", online)
     assert (older.name, older.revision) == ("me/tiny@v1", OLDER_COMMIT)
     assert base_models.path_of(older, online) == "me/tiny"
     assert older.below_adapters() == ("me/tiny", OLDER_COMMIT)
@@ -50,7 +50,7 @@ def test_a_private_model_needs_a_token(hub: Hub, online: Settings, monkeypatch: 
     assert "rejects this machine's token (HF_TOKEN)" in message
     assert "hf_wrong" not in message
     monkeypatch.setenv("HF_TOKEN", "hf_right")
-    assert base_models.find_reference("me/tiny", online)[0].revision == COMMIT
+    assert base_models.find_model("me/tiny", online)[0].revision == COMMIT
     assert hub.downloaded_with == {"Bearer hf_right"}
 
 

@@ -41,7 +41,7 @@ def test_a_link_in_place_of_a_model_leads_nowhere(database: Database, settings: 
     with database.reading() as session:
         assert not trained_models.has_model(session.get_one(Job, job_id), settings)
     with pytest.raises(Unprocessable):
-        starting_models.find_reference(f"ft:accrue/tiny-gpt2:accrue::{job_id[6:]}", database, settings)
+        starting_models.find_model(f"ft:accrue/tiny-gpt2:accrue::{job_id[6:]}", database, settings)
 
 
 @pytest.mark.parametrize("place", ["model", "checkpoints/step-1"])

@@ -414,13 +414,13 @@ def test_the_model_is_looked_up_once(
     client: TestClient, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
-    own = starting_models.find_reference
+    own = starting_models.find_model
 
     def find(name: str, *rest: Any) -> Any:
         asked.append(name)
         return own(name, *rest)
 
-    monkeypatch.setattr(starting_models, "find_reference", find)
+    monkeypatch.setattr(starting_models, "find_model", find)
     create(client, body)
     assert asked == ["accrue/tiny-gpt2"]
 

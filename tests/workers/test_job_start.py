@@ -21,8 +21,8 @@ from tests.harness.runs import small_data, until
 from tests.harness.specs import make_spec
 from tests.harness.submissions import submitted
 from workers import job_measurements
-from workers.fetched_run import FetchingTrainer
 from workers.job_end import end_job
+from workers.job_inputs import PendingTrainer
 from workers.job_start import JobStart
 from workers.leases import Running
 from workers.run_directory import RunDirectory
@@ -48,13 +48,13 @@ def begun(start: JobStart, database: Database) -> tuple[Fence, Running]:
     assert fence is not None
     running = start.begin(job(database, fence.job_id), fence, (CPU,), time.monotonic(), [])
     assert running is not None
-    assert isinstance(running.trainer, FetchingTrainer)
+    assert isinstance(running.trainer, PendingTrainer)
     return fence, running
 
 
-def fetched(running: Running) -> FetchingTrainer:
+def fetched(running: Running) -> PendingTrainer:
     trainer = running.trainer
-    assert isinstance(trainer, FetchingTrainer)
+    assert isinstance(trainer, PendingTrainer)
     until(lambda: trainer.inputs is not None or trainer.error is not None)
     return trainer
 
@@ -114,7 +114,7 @@ def test_a_job_that_is_still_being_fetched_goes_on(
 
     monkeypatch.setattr(StoredFolder, "newest", slow)
     _, running = begun(start, database)
-    assert isinstance(running.trainer, FetchingTrainer)
+    assert isinstance(running.trainer, PendingTrainer)
     assert start.go_on(running, running.trainer) is running
     assert running.trainer.is_waiting
     fetched(running)
@@ -134,7 +134,7 @@ def test_a_job_succeeds_only_once_its_files_are_stored(
     monkeypatch.setattr(RunDirectory, "outcome", lambda self: outcome)
     running.upload = SimpleNamespace(failed_because=failed)  # type: ignore[assignment]
     with database.writing() as session:
-        end_job(session, running, 0, machine, interrupted=False)
+        end_job(session, running, 0, machine, worker_is_stopping=False)
     assert job(database, fence.job_id).status == ("queued" if failed else "succeeded")
 
 
@@ -148,6 +148,6 @@ def test_a_job_that_left_a_link_in_place_of_a_folder_fails(
     running.run.path.mkdir(parents=True, exist_ok=True)
     (running.run.path / place).symlink_to(machine.data_dir)
     with database.writing() as session:
-        end_job(session, running, 0, machine, interrupted=False)
+        end_job(session, running, 0, machine, worker_is_stopping=False)
     ended = job(database, fence.job_id)
     assert (ended.status, ended.error["code"]) == ("failed", "run_damaged")

@@ -15,7 +15,7 @@ from app.storage.objects import Manifest, ObjectStorage, StoredFolder
 from app.storage.stored_files import attempt_of_run
 from tests.harness.runs import until
 from workers import run_upload
-from workers.fetched_run import FetchingTrainer, Inputs, fetch_run
+from workers.job_inputs import Inputs, PendingTrainer, fetch_run
 from workers.run_directory import INTERRUPTED, RunDirectory
 from workers.run_upload import RunUpload
 
@@ -254,14 +254,14 @@ def test_events_continue_after_those_of_another_machine(run: RunDirectory) -> No
 
 def test_a_trainer_that_is_not_started_yet_can_be_interrupted() -> None:
     inputs = Inputs("data", None, "model", ())
-    waits = FetchingTrainer(lambda is_cancelled: inputs)
+    waits = PendingTrainer(lambda is_cancelled: inputs)
     until(lambda: waits.inputs is inputs)
     assert waits.is_waiting
     assert waits.status() is None
     waits.interrupt(1)
     assert waits.status() == INTERRUPTED
     assert not waits.is_waiting
-    killed = FetchingTrainer(lambda is_cancelled: inputs)
+    killed = PendingTrainer(lambda is_cancelled: inputs)
     killed.kill()
     assert (killed.status() or 0) < 0
 

@@ -30,7 +30,7 @@ from tests.harness.runs import small_data, until, write_texts
 from tests.harness.specs import make_spec
 from tests.harness.submissions import submitted
 from workers import temperature
-from workers.fetched_run import FetchingTrainer
+from workers.job_inputs import PendingTrainer
 from workers.job_start import JobStart
 from workers.leases import Running
 from workers.run_directory import INTERRUPTED, RunDirectory
@@ -237,7 +237,7 @@ def test_a_job_that_is_still_being_fetched_can_be_asked_to_stop(
 ) -> None:
     waits = threading.Event()
     run = RunDirectory(settings.runs_dir / "ftjob-1")
-    fetching = FetchingTrainer(lambda is_cancelled: waits.wait(30) and None)  # type: ignore[arg-type, return-value]
+    fetching = PendingTrainer(lambda is_cancelled: waits.wait(30) and None)  # type: ignore[arg-type, return-value]
     running = Running(Fence("ftjob-1", 1, supervisor.id), (), fetching, run, 1e9, None, 1.0, 1)
     running.requested = "stop"
     supervisor._enforce_limits(running)

@@ -37,7 +37,7 @@ class KubernetesExecutor:
         self._devices, self._settings = devices, settings
         self._kind = "trainjob" if settings.kubernetes_runtime else "job"
 
-    def offers(self) -> list[Device]:
+    def devices(self) -> list[Device]:
         self._call(["get", self._kind, "--output=name", f"--selector={_LABEL}"])
         return self._devices
 

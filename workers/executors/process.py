@@ -29,7 +29,7 @@ class ProcessExecutor:
         self._children: dict[str, list[subprocess.Popen[bytes]]] = {}
         """Those that this worker has started, by handle."""
 
-    def offers(self) -> list[Device]:
+    def devices(self) -> list[Device]:
         return self._devices
 
     def render(self, launch: Launch) -> str:

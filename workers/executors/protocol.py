@@ -41,7 +41,7 @@ class Executor(Protocol):
 
     name: str
 
-    def offers(self) -> list[Device]:
+    def devices(self) -> list[Device]:
         """The devices that the engine has for this worker's jobs, whether they are free or not."""
 
     def render(self, launch: Launch) -> str:

@@ -36,7 +36,7 @@ class RayExecutor:
         self._devices = devices
         self._http = httpx.Client(base_url=address.rstrip("/"), timeout=_TIMEOUT_SECONDS)
 
-    def offers(self) -> list[Device]:
+    def devices(self) -> list[Device]:
         kind = "GPU" if any(device.kind == "cuda" for device in self._devices) else "CPU"
         nodes = self._call("GET", "/nodes", params={"view": "summary"}).json()["data"]["summary"]
         alive = [node["raylet"] for node in nodes if node["raylet"].get("state") == "ALIVE"]

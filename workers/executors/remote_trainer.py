@@ -38,7 +38,7 @@ _MARGIN_SECONDS = 5.0
 """Nodes end within this time after they have noticed that the worker no longer renews."""
 
 _MOST_LAUNCHES = 30
-"""The job fails after so many launches in one attempt that ended because all ranks had to start again."""
+"""The job fails after this many launches of one attempt have ended because all ranks had to start again."""
 
 
 @dataclass(frozen=True)

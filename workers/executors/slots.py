@@ -63,7 +63,7 @@ class ExecutorSlots(Slots):
 
     def _refresh(self, *_: Any) -> None:
         try:
-            self._offered, self._reachable = self._executor.offers(), True
+            self._offered, self._reachable = self._executor.devices(), True
         except Unreachable as error:
             if self._reachable or not self._offered:
                 log.warning("the engine does not answer", engine=self._executor.name, error=str(error))

@@ -50,7 +50,7 @@ class SlurmExecutor:
     def __init__(self, devices: list[Device], options: str = "") -> None:
         self._devices, self._options = devices, shlex.split(options)
 
-    def offers(self) -> list[Device]:
+    def devices(self) -> list[Device]:
         self._call(["sinfo", "--noheader", "--format=%T"])
         return self._devices
 

@@ -5,9 +5,9 @@ from typing import Any
 
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 _CHARACTER_TOKENS = 8
-"""No character has this many tokens: if so many end in an incomplete one, it is not waited for any longer."""
+"""No character takes this many tokens: if they have not completed one, its incomplete part is returned."""
 _MOST_WITHOUT_TEXT = 32
-"""After so many tokens that gave no text, such as special ones, the first of them are forgotten."""
+"""If this many tokens in a row gave no text, as special tokens do, the first of them are dropped."""
 
 
 class TextStream:

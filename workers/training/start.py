@@ -37,7 +37,7 @@ from workers.training.kernels.selection import choose_kernels
 from workers.training.kernels.unpadded import choose_layout
 from workers.training.losses.load_balancing_loss import LoadBalancingLoss, load_balancing_loss_of
 from workers.training.losses.loss import TokenLoss
-from workers.training.losses.reference import key_of, reference_of
+from workers.training.losses.reference import key_of, reference_log_probabilities
 from workers.training.make_replica import make_replica, place_parameters
 from workers.training.micro_batches import first_steps_tuning
 from workers.training.micro_batches.batches import BatchLayout, Buckets
@@ -251,7 +251,7 @@ def _begin_objective(
         at_start: whether the replica has the weights that the job starts from.
 
     Raises:
-        CannotTrain, Interrupted: see `reference_of`.
+        CannotTrain, Interrupted: see `reference_log_probabilities`.
     """
     spec = assignment.spec
     if spec.objective is None:
@@ -265,7 +265,7 @@ def _begin_objective(
         samples.begin_objective(spec.objective)
         if not spec.objective.has_reference:
             continue
-        samples.reference = reference_of(
+        samples.reference = reference_log_probabilities(
             folder,
             key_of((folder / "prepared.json").read_text(), base),
             samples,

@@ -18,7 +18,7 @@ const TERMS = {
   checkpointing:
     "Keeps fewer activations and recomputes them when they are needed: about a third more time, much less memory for long samples.",
   effective:
-    "Samples that one optimizer step learns from: micro-batch × accumulation steps × devices. It decides what is learned; how it is split decides only memory and speed. 32 is a good start. Several values, separated by commas, train a job for each: a sweep.",
+    "Samples that one optimizer step learns from: micro-batch × accumulation steps × devices. It decides what is learned; how it is split decides only memory and speed. 32 is a good start. Enter several values, separated by commas, to train one job for each (a sweep).",
   micro:
     "Samples that go through the model at once. The largest micro-batch that fits keeps the device busy; the gradients of several micro-batches are added up.",
   steps:
@@ -26,7 +26,7 @@ const TERMS = {
   objective:
     "sft imitates texts, completions or chats. dpo, orpo and simpo learn from pairs of a chosen and a rejected answer; orpo and simpo need no reference model. kto learns from answers that are labelled as good or bad. reward trains a model that scores answers, from the same pairs; classification trains one that finds the label of a text.",
   epochs: "How many times training goes through the data. 3 is a good start for fine-tuning; watch the loss on held-out samples.",
-  rate: "How far each step moves the weights. If the field is empty, full training uses 5e-5 (sft, classification), 1e-6 (dpo, orpo, simpo, kto) or 1e-5 (reward); lora and qlora use, in the same order, 2e-4, 1e-5 or 1e-4. With adamw, doubling the batch allows 1.4 times the rate. Several values, separated by commas, train a job for each: a sweep.",
+  rate: "How far each step moves the weights. If the field is empty, full training uses 5e-5 (sft, classification), 1e-6 (dpo, orpo, simpo, kto) or 1e-5 (reward); lora and qlora use, in the same order, 2e-4, 1e-5 or 1e-4. With adamw, doubling the batch allows 1.4 times the rate. Enter several values, separated by commas, to train one job for each (a sweep).",
   validation:
     "A share of the samples that is held out of training: its loss shows whether the model learns or memorises. 0.1 is usual.",
   loss: "The loss of each window (the effective batch of one step): with sft, in nats per token, averaged over all of its tokens; with other objectives, averaged over its samples. It is not a mean of its micro-batches' means. It should fall quickly, then slowly.",

@@ -27,7 +27,7 @@ class Engine:
         self.submitted: list[str] = []
         self.cancelled: list[str] = []
 
-    def offers(self) -> list[Device]:
+    def devices(self) -> list[Device]:
         return []
 
     def render(self, launch: Launch) -> str:

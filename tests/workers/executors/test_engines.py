@@ -127,7 +127,7 @@ def test_an_error_of_sbatch_is_final_only_if_slurm_answered(
 def test_a_machine_without_slurm_cannot_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
     with pytest.raises(Unreachable, match="sinfo"):
-        SlurmExecutor(GPUS).offers()
+        SlurmExecutor(GPUS).devices()
 
 
 class Cluster:
@@ -168,9 +168,9 @@ def ray(cluster: Cluster) -> RayExecutor:
 
 
 def test_ray_offers_the_devices_of_the_nodes_that_are_alive(ray: RayExecutor, cluster: Cluster) -> None:
-    assert len(ray.offers()) == 6
+    assert len(ray.devices()) == 6
     cluster.alive = 1
-    assert len(ray.offers()) == 3
+    assert len(ray.devices()) == 3
 
 
 def test_a_launch_in_ray(ray: RayExecutor, cluster: Cluster) -> None:

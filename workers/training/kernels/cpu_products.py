@@ -61,7 +61,7 @@ class OneDnn:
     """The products of a model by oneDNN, as kernels that can be switched on and off."""
 
     name = "the library oneDNN"
-    is_installed = False
+    needs_package = False
 
     def __init__(self, direct: DirectSums, shapes: frozenset[Shape]) -> None:
         self._direct, self._products = direct, OneDnnProducts(shapes)

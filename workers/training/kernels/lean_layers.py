@@ -58,7 +58,7 @@ def choose_lean_layers(
     if not named:
         return
     name = f"a backward pass written for {named}"
-    kernels = Patch(name, model, lambda: use(norms, rotary), is_installed=False)
+    kernels = Patch(name, model, lambda: use(norms, rotary), needs_package=False)
     if at_start:
         use_if_it_agrees(kernels, replica, loader, reporter)
         (is_declined,) = group.any(kernels not in replica.kernels)

@@ -47,8 +47,8 @@ class SampleGroups:
         """Of each group: its number of samples, and the tokens of the longest of them."""
 
     def rows(self, heads: int) -> HeadRows:
-        """The rows of states with so many heads. The padded states of a group have the shape (samples, heads,
-        longest, width), one group after the other."""
+        """The rows of states with this many heads. The padded states of a group have the shape (samples,
+        heads, longest, width), one group after the other."""
         if heads not in self._rows:
             self._rows[heads] = self._rows_of(heads)
         return self._rows[heads]

@@ -5,7 +5,8 @@ gradient stays the same.
   layers in one kernel each. Its loss is not used: `loss.py` computes the loss in chunks already.
 - flash-attn computes the attention of packed rows sample by sample, without a mask; on Hopper, its third
   version is faster for all rows.
-- PyTorch's own flash attention does so too, where there is no other (varlen_attention.py).
+- Where flash-attn is not installed, PyTorch's own flash attention computes packed rows in the same way
+  (varlen_attention.py).
 - Accrue's own kernel computes the cross-entropy in bf16 (fused_cross_entropy.py), where Triton is installed.
 - On a CPU, norms and rotary embeddings have backward passes of their own (lean_layers.py), and on processors
   of AMD, oneDNN computes large products (cpu_products.py).
@@ -54,7 +55,7 @@ class Kernels(Protocol):
 
     name: str
     """What messages call them: a package and its version, or kernels of Accrue's own."""
-    is_installed: bool
+    needs_package: bool
     """Whether a package has to be installed for them."""
 
     def switch_on(self) -> None:
@@ -92,9 +93,9 @@ class Patch:
     """
 
     def __init__(
-        self, name: str, model: Any, apply: Callable[[], None], *, is_installed: bool = True
+        self, name: str, model: Any, apply: Callable[[], None], *, needs_package: bool = True
     ) -> None:
-        self.name, self.is_installed = name, is_installed
+        self.name, self.needs_package = name, needs_package
         self._model, self._apply = model, apply
         self._changes: list[_Change] | None = None
 
@@ -132,7 +133,7 @@ class BoundaryAttention:
     """Attention that gets the places where samples of packed rows begin, such as that of the package
     flash-attn."""
 
-    is_installed = True
+    needs_package = True
 
     def __init__(self, replica: Replica, implementation: str, name: str) -> None:
         self.name = name
@@ -162,7 +163,7 @@ class BoundaryAttention:
 class FusedLoss:
     """Accrue's own kernel for the cross-entropy."""
 
-    is_installed = True
+    needs_package = True
 
     def __init__(self, token_loss: TokenLoss, name: str) -> None:
         self.name = name
@@ -355,7 +356,7 @@ def use_if_it_agrees(kernels: Kernels, replica: Replica, loader: Loader, reporte
     _quietly(kernels.switch_off)
     message = f"{kernels.name[:1].upper()}{kernels.name[1:]} is not used: {why}."
     # A user who installed a package expects that its kernels are used; nobody requests those of Accrue.
-    level: Literal["info", "warning"] = "warning" if kernels.is_installed else "info"
+    level: Literal["info", "warning"] = "warning" if kernels.needs_package else "info"
     reporter.event("kernels", message, level, package=kernels.name, gradient_error=known, used=False)
 
 

@@ -31,7 +31,7 @@ SAVE_EVERY_SECONDS = 30.0
 """The time between saves of what is known so far."""
 
 
-def reference_of(
+def reference_log_probabilities(
     folder: Path,
     key: str,
     samples: Samples,

@@ -95,7 +95,7 @@ def _is_of_run(path: str) -> bool:
     return "model" not in path.split("/")[:2]
 
 
-class FetchingTrainer:
+class PendingTrainer:
     """Takes the place of a job's trainer while its files are fetched, which may take long.
 
     Args:
