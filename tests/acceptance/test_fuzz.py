@@ -86,8 +86,8 @@ def is_http(case: Any) -> bool:
 
 def is_sent_whole(case: Any) -> bool:
     """Whether drawn parameters stay distinguishable from allowed ones in the URL: an empty list or object
-    leaves no trace in it, a list of one member looks like that member, and an object's members look like
-    parameters with their names."""
+    leaves no trace in it, a list of one member looks like that member, an object's members look like
+    parameters with their names, and an object of one object looks like the latter's name."""
     names = {parameter.name for parameter in case.operation.query}
     return all(_leaves_its_kind(value, names) for value in (case.query or {}).values())
 
@@ -96,6 +96,8 @@ def _leaves_its_kind(value: Any, names: set[str]) -> bool:
     if isinstance(value, list):
         return len([each for each in value if each is not None]) > 1
     if isinstance(value, dict) and names & set(value):
+        return False
+    if isinstance(value, dict) and len(value) == 1 and isinstance(next(iter(value.values())), dict):
         return False
     return value not in ({}, None)
 
