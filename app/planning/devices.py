@@ -9,11 +9,18 @@ GIB, MIB = 2**30, 2**20
 
 _MEMORY_GB = {
     "P100": 16, "V100": 16, "T4": 16, "A2": 16, "A10": 24, "A10G": 24, "A16": 16, "A30": 24, "A40": 48,
-    "A100": 40, "L4": 24, "L40": 48, "L40S": 48, "H100": 80, "H200": 141, "GH200": 96, "B200": 192,
-    "RTX2080TI": 11, "RTX3060": 12, "RTX3080": 10, "RTX3090": 24, "RTX4060TI": 16, "RTX4070": 12,
-    "RTX4080": 16, "RTX4090": 24, "RTX5090": 32, "RTXA4000": 16, "RTXA5000": 24, "RTXA6000": 48,
+    "A100": 40, "A800": 80, "L4": 24, "L20": 48, "L40": 48, "L40S": 48, "H20": 96, "H100": 80, "H100NVL": 94,
+    "H800": 80, "H200": 141, "H200NVL": 141, "GH200": 96, "B200": 192,
+    "GTX1080TI": 11, "TITANRTX": 24, "RTX2080TI": 11, "RTX3060": 12, "RTX3070": 8, "RTX3080": 10,
+    "RTX3080TI": 12, "RTX3090": 24, "RTX3090TI": 24, "RTX4060TI": 16, "RTX4070": 12, "RTX4070SUPER": 12,
+    "RTX4070TI": 12, "RTX4070TISUPER": 16, "RTX4080": 16, "RTX4080SUPER": 16, "RTX4090": 24, "RTX5070": 12,
+    "RTX5070TI": 16, "RTX5080": 16, "RTX5090": 32, "RTXA4000": 16, "RTXA5000": 24, "RTXA6000": 48,
+    "RTX4000ADA": 20, "RTX5000ADA": 32, "RTX6000ADA": 48, "RTXPRO6000": 96,
 }  # fmt: skip
 """Memory in GiB by GPU name, from the vendors' data sheets, whose GB are taken as GiB."""
+
+_GH200_WITH_HOST_MEMORY = re.compile(r"GH200[-_ ]*480 *GB?", re.IGNORECASE)
+"""A name of nvidia-smi's with the size of the host's memory instead of the GPU's."""
 
 MAX_DEVICES = 1024
 """The largest number of devices that a job may request."""
@@ -27,8 +34,13 @@ MAX_DEVICE_LENGTH = 60
 _LARGEST_GB = 10**6
 
 _WITH_SIZE = re.compile(
-    r"^(?:(?P<name>[A-Za-z].*?)[-_ ]*)?(?P<size>\d+(?:\.\d+)?) *(?:GB|GIB|G)$", re.IGNORECASE | re.ASCII
+    r"^(?:(?P<name>[A-Za-z].*?)[-_ ]*)?(?P<size>\d+(?:\.\d+)?) *(?:GB|GIB|G)(?:[-_ ]+(?:PCIE|SXM\d?|HBM\dE?))*$",
+    re.IGNORECASE | re.ASCII,
 )
+_NOT_IN_NAMES = re.compile(
+    r"[-_ ]|NVIDIA|GEFORCE|TESLA|GENERATION|BLACKWELL|PCIE|SXM\d?|HBM\dE?|(SERVER|WORKSTATION) EDITION"
+)
+"""Parts of the names that nvidia-smi prints which `_MEMORY_GB` leaves out."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +68,8 @@ def common_name(devices: Sequence[Device]) -> str | None:
 
 
 def parse_device(phrase: str, device_id: int) -> Device:
-    """Parses a declared device, such as "24GB" or "A100-80GB".
+    """Parses a declared device: its memory, its name, or both, as in "24GB", "RTX 4090", "A100-80GB", or
+    "NVIDIA H100 80GB HBM3", as nvidia-smi prints it.
 
     Raises:
         ValueError: the text contains neither a size nor a known name.
@@ -64,10 +77,11 @@ def parse_device(phrase: str, device_id: int) -> Device:
     phrase = phrase.strip()
     if len(phrase) > MAX_DEVICE_LENGTH:
         raise ValueError(f"{phrase[:20]!r}… is longer than {MAX_DEVICE_LENGTH} characters")
-    sized = _WITH_SIZE.match(phrase)
+    known = _GH200_WITH_HOST_MEMORY.sub("GH200", phrase)
+    sized = _WITH_SIZE.match(known)
     if sized and 0 < float(sized["size"]) <= _LARGEST_GB:
         return Device(device_id, sized["name"] or phrase, int(float(sized["size"]) * GIB), "cuda")
-    gigabytes = _MEMORY_GB.get(re.sub(r"[-_ ]|NVIDIA|GEFORCE|TESLA", "", phrase.upper()))
+    gigabytes = _MEMORY_GB.get(_NOT_IN_NAMES.sub("", known.upper()))
     if gigabytes is None:
         hint = ""
         if phrase.isdecimal() or phrase.lower() in ("cuda", "all"):

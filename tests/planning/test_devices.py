@@ -13,6 +13,18 @@ from app.planning.devices import GIB, parse_declared, parse_device
         ("RTX 4090", 24),
         ("NVIDIA T4", 16),
         ("1.5gb", 1.5),
+        ("NVIDIA H100 80GB HBM3", 80),
+        ("NVIDIA H100 PCIe", 80),
+        ("NVIDIA H100 NVL", 94),
+        ("NVIDIA A100-SXM4-40GB", 40),
+        ("NVIDIA A100 80GB PCIe", 80),
+        ("Tesla V100-SXM2-32GB", 32),
+        ("NVIDIA GH200 480GB", 96),
+        ("NVIDIA GH200 144G HBM3e", 144),
+        ("NVIDIA RTX 6000 Ada Generation", 48),
+        ("NVIDIA GeForce RTX 4070 Ti SUPER", 16),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", 96),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", 5),
     ],
 )  # fmt: skip
 def test_phrases_for_devices(phrase: str, gigabytes: float) -> None:
@@ -23,7 +35,7 @@ def test_declared_devices_are_numbered() -> None:
     assert [device.id for device in parse_declared(["24GB", "A100-80GB"])] == [0, 1]
 
 
-@pytest.mark.parametrize("phrase", ["", "GB", "0GB", "-4GB", "toaster", "24"])
+@pytest.mark.parametrize("phrase", ["", "GB", "0GB", "-4GB", "toaster", "24", "H100 HBM3 80", "80GB HBM"])
 def test_invalid_devices_are_rejected(phrase: str) -> None:
     with pytest.raises(ValueError, match="give its memory"):
         parse_device(phrase, 0)
