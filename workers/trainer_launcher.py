@@ -23,7 +23,7 @@ from app.planning.devices import Device, common_name
 from app.planning.memory import bytes_on_disk, checkpoint_bytes
 from app.planning.plan import make_plan, sample_length_of
 from app.planning.planner import PlannerEvidence, recipe_of_rank
-from app.planning.recipes import recipe_of
+from app.planning.recipes import least_capable, recipe_of
 from app.settings import Settings
 from app.storage.database import Database
 from app.storage.disk import bytes_used
@@ -240,7 +240,7 @@ def _sample_length(session: Session, spec: Spec, devices: Sequence[Device], know
     """Tokens of a sample of full length: as measured, unless memory was simulated for `max_length` alone."""
     order, most = lengths.measurement_request(spec), spec.data.max_length
     measured = sample_length_of(spec, None if order is None else lengths.find(session, order))
-    recipe = recipe_of(spec, devices[0])
+    recipe = recipe_of(spec, least_capable(devices))
     if len(devices) > 1:
         recipe = recipe_of_rank(recipe, len(devices), spec.strategy, spec.zero_stage or 3)
     if known.estimates(recipe, measured).source == "formula" != known.estimates(recipe, most).source:

@@ -26,7 +26,7 @@ from app.planning.devices import GIB, MIB, Device, common_name, parse_declared
 from app.planning.learning_rate import default_rate
 from app.planning.memory import OPTIMIZER_STATES
 from app.planning.planner import Question
-from app.planning.recipes import make_recipe, unsupported
+from app.planning.recipes import least_capable, make_recipe, unsupported
 from app.planning.responses import RawQuestion, answer, answer_raw, change_to_simulate
 from app.planning.schemas import (
     BatchSizeRequest,
@@ -115,7 +115,7 @@ def _look_up(requested: BatchSizeRequest, settings: Settings, database: Database
     assert requested.model_name is not None
     base = starting_models.find_for_planning(requested.model_name, database, settings)
     devices, warnings = devices_of(requested, settings, database)
-    recipe, sequence = _recipe(requested, devices[0]), _sequence(requested, base.architecture)
+    recipe, sequence = _recipe(requested, least_capable(devices)), _sequence(requested, base.architecture)
     warnings += unsupported(recipe.device, quantised=recipe.quantised, optimizer=requested.optimizer)
     with database.reading() as session:
         margin = measurements.margin(session, recipe.device)

@@ -34,7 +34,8 @@ MAX_DEVICE_LENGTH = 60
 _LARGEST_GB = 10**6
 
 _WITH_SIZE = re.compile(
-    r"^(?:(?P<name>[A-Za-z].*?)[-_ ]*)?(?P<size>\d+(?:\.\d+)?) *(?:GB|GIB|G)(?:[-_ ]+(?:PCIE|SXM\d?|HBM\dE?))*$",
+    r"^(?:(?P<name>[A-Za-z].*?)[-_ ]*)?(?P<size>\d+(?:\.\d+)?) *(?:GB|GIB|G)"
+    r"(?:[-_ ]+(?:PCIE|SXM\d?|HBM\dE?))*$",
     re.IGNORECASE | re.ASCII,
 )
 _NOT_IN_NAMES = re.compile(

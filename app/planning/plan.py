@@ -10,7 +10,7 @@ from app.contract.preview import Lengths
 from app.contract.spec import Spec, ZeroStage
 from app.planning.devices import Device
 from app.planning.planner import PlannerEvidence, Question, Solution, alternatives, solve
-from app.planning.recipes import recipe_of, unsupported
+from app.planning.recipes import least_capable, recipe_of, unsupported
 from app.planning.sharding import why_not_sharded
 
 ZERO_STAGES: tuple[ZeroStage, ...] = (1, 2, 3)
@@ -41,7 +41,7 @@ def sample_length_of(spec: Spec, lengths: Lengths | None) -> int:
 def question_of(spec: Spec, devices: Sequence[Device], sample_length: int) -> Question:
     """A spec as the planner's question."""
     return Question(
-        recipe=recipe_of(spec, devices[0]),
+        recipe=recipe_of(spec, least_capable(devices)),
         sequence=sample_length,
         devices=devices,
         limits=spec.memory,

@@ -1,6 +1,7 @@
 """Builds the recipe of a training step, and chooses a precision that the device supports."""
 
 import re
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from app.contract.accumulation import Precision
@@ -42,6 +43,13 @@ def _is_ampere_or_later(device: Device) -> bool:
         return device.compute_capability >= _FIRST_WITH_BF16
     name = re.sub(r"[-_]", " ", device.name.upper())
     return _WITHOUT_BF16.search(_JOINED.sub(" ", name)) is None
+
+
+def least_capable(devices: Sequence[Device]) -> Device:
+    """The device whose recipe all of them can follow: ranks compute in one precision, so that a GPU without
+    bf16, if there is one among them, decides for all. The first one otherwise."""
+    without = (device for device in devices if device.kind == "cuda" and not _is_ampere_or_later(device))
+    return next(without, devices[0])
 
 
 def make_recipe(

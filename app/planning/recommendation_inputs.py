@@ -7,7 +7,6 @@ from sqlalchemy import select
 
 from app.contract.accumulation import ClipMode
 from app.contract.architecture import Architecture
-from app.contract.objective import ObjectiveName
 from app.contract.reports import NoiseScale
 from app.contract.spec import OptimizerName, Spec
 from app.errors import Unprocessable
@@ -17,7 +16,7 @@ from app.planning.catalogue import CATALOGUE
 from app.planning.defaults import DEFAULT_EPOCHS, DEFAULT_MAX_LENGTH, memory_limits, method_spec
 from app.planning.devices import Device, common_name
 from app.planning.planner import Question, solve
-from app.planning.recipes import make_recipe, unsupported
+from app.planning.recipes import least_capable, make_recipe, unsupported
 from app.planning.recommendations import (
     SIZES,
     MeasuredNoise,
@@ -142,16 +141,22 @@ def situation(
     earlier = [job] if job is not None else _newest(session, model_name) if model_name is not None else []
     noise = next((noise for each in earlier if (noise := noise_of(each)) is not None), None)
     learned = next((rate for each in earlier if (rate := _rate_of(each)) is not None), None)
-    method = method_spec(requested.method or "full")
-    recipe = make_recipe(devices[0], "auto", requested.optimizer or "adamw", method)
+    spec = None if job is None else Spec.model_validate(job.spec)
+    is_of_job = spec is not None and requested.method in (None, spec.method.name)
+    method = spec.method if spec is not None and is_of_job else method_spec(requested.method or "full")
+    of_objective = {} if spec is None else {"scores": len(spec.scores), "packing": spec.data.packing}
+    optimizer = requested.optimizer or "adamw"
+    recipe = make_recipe(least_capable(devices), "auto", optimizer, method, **of_objective)
     for why in unsupported(recipe.device, quantised=recipe.quantised, optimizer=recipe.optimizer):
         raise Unprocessable(f"{why}.", field="method" if recipe.quantised else "optimizer")
     limits = memory_limits(0.9, None, measurements.margin(session, recipe.device))
     usual = min(architecture.positions, DEFAULT_MAX_LENGTH)
-    sequence = usual if job is None else int(job.spec["data"]["max_length"])
+    sequence = usual if spec is None else spec.data.max_length
+    sequences = 1 if spec is None else spec.data.sequences_per_sample
     batch = requested.target or recommended_batch(requested.samples)
     known = profiles.known(session, architecture, common_name(devices))
-    solution = solve(Question(recipe, sequence, devices, limits, batch), known)
+    question = Question(recipe, sequence, devices, limits, batch, sequences_per_sample=sequences)
+    solution = solve(question, known)
     return Situation(
         architecture=architecture,
         target=requested.target,
@@ -170,13 +175,8 @@ def situation(
         useful_is_measured=solution.throughput is not None and solution.throughput.reached_plateau,
         kind=requested.kind,
         steps_total=_steps_total(job, requested, batch),
-        objective=_objective_of(job),
+        objective="sft" if spec is None or spec.objective is None else spec.objective.name,
     )
-
-
-def _objective_of(job: Job | None) -> ObjectiveName:
-    objective = None if job is None else Spec.model_validate(job.spec).objective
-    return "sft" if objective is None else objective.name
 
 
 def _steps_total(job: Job | None, requested: Choices, batch: int) -> int | None:

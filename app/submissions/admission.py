@@ -26,7 +26,7 @@ from app.planning.devices import Device, common_name
 from app.planning.inputs import PlanningInputs
 from app.planning.plan import devices_worth_using, make_plan, sample_length_of
 from app.planning.planner import recipe_of_rank
-from app.planning.recipes import recipe_of
+from app.planning.recipes import least_capable, recipe_of
 from app.settings import Settings
 from app.statistics.performance import Speed
 from app.storage.database import Database
@@ -126,7 +126,7 @@ def check(
     check_workers_can_train(spec, requested.requirements, inputs)
     measured, measuring = (None, None) if uploaded is None else _lengths(spec, inputs)
     sample_length = sample_length_of(spec, measured)
-    profile_key = _profile_key(spec, base, devices.planned[0], sample_length)
+    profile_key = _profile_key(spec, base, least_capable(devices.planned), sample_length)
     if requested.num_gpus == "auto":
         known = inputs.known(profile_key.architecture, common_name(devices.planned))
         devices = devices.first(devices_worth_using(spec, devices.planned, known, sample_length))

@@ -215,3 +215,11 @@ def test_the_number_of_devices_is_what_fits_or_what_has_work() -> None:
 def test_a_plan_by_formula_says_that_it_ignores_freeze(freeze: tuple[str, ...]) -> None:
     plan = plan_by_formula(make_spec(freeze=freeze), [A100], predicted=True)
     assert any("that freeze names" in warning for warning in plan.warnings) == bool(freeze)
+
+
+def test_gpus_of_several_generations_compute_in_a_precision_that_all_have() -> None:
+    volta = Device(1, "Tesla V100", 16 * GIB, "cuda")
+    spec = make_spec(precision="auto")
+    known = by_formula(spec.model.architecture)
+    for devices, precision in (([A100], "bf16"), ([A100, volta], "fp16"), ([volta, A100], "fp16")):
+        assert make_plan(spec, devices, known, predicted=True).precision == precision

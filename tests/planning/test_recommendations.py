@@ -203,3 +203,20 @@ def test_only_jobs_whose_loss_fell_are_evidence_for_a_learning_rate(
         path, params={"model_name": "accrue/tiny-gpt2", "optimizer": spec.optimizer.name}
     ).json()
     assert (found["learning_rate"]["evidence"] == "measured") == counts
+
+
+def test_a_micro_batch_of_pairs_has_half_as_many_of_them(
+    client: TestClient, database: Database, settings: Settings
+) -> None:
+    found = {}
+    for objective, form in ((None, "text"), (ObjectiveSpec(name="dpo", beta=0.1), "preference")):
+        job_id, _ = succeeded(database, settings)
+        spec = make_spec(objective=objective, effective_batch_size=64)
+        spec = spec.model_copy(update={"data": spec.data.model_copy(update={"format": form})})
+        with database.writing() as session:
+            session.get_one(Job, job_id).spec = spec.model_dump(mode="json")
+        path = "/gradient-accumulation/performance/recommendations"
+        params = {"training_id": job_id, "gpus": "0.92GB"}
+        found[form] = client.get(path, params=params).json()["micro_batch_size"]["value"]
+    assert 1 < found["text"] < 64, "the GPU's memory is to decide"
+    assert abs(found["text"] - 2 * found["preference"]) <= 1
