@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import AddedToken
+from torch import Tensor
 from transformers import GenerationConfig
 
 from app.contract.architecture import BUILT_IN_MODEL
@@ -29,7 +30,7 @@ from workers.inference.loading import Loaded, load
 from workers.inference.order_queue import OrderQueue
 from workers.inference.prompts import PromptReader
 from workers.inference.protocol import AnswerOrder, Reported
-from workers.inference.sampling import SamplingDefaults
+from workers.inference.sampling import Sampling, SamplingDefaults
 from workers.training.models.adapters import with_adapters
 from workers.training.models.tiny_gpt2 import make_tokenizer
 
@@ -508,3 +509,30 @@ def test_echo_begins_with_the_prompt() -> None:
     loaded = loaded_with(make("gpt2"))
     echoed = answers(loaded, [AnswerOrder(id="a", order=ordered("one two", 0, echo=True))])["a"]
     assert (text_of(echoed), echoed.deltas[0].finish_reason) == ("one two", "length")
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_a_request_whose_token_cannot_be_chosen_leaves_the_others_alone(
+    monkeypatch: pytest.MonkeyPatch, together: bool
+) -> None:
+    honest = Sampling.choose
+
+    def choose(self: Sampling, logits: Tensor, prompt: list[int], *rest: Any) -> int:
+        if len(prompt) == 3:
+            raise RuntimeError("probability tensor contains inf")
+        return honest(self, logits, prompt, *rest)
+
+    monkeypatch.setattr(Sampling, "choose", choose)
+    if not together:
+        alone = replace(check_batching(make("llama"), CPU), agree=False)
+        monkeypatch.setattr("workers.inference.engine.batching_check.check_batching", lambda *_: alone)
+    model, good, bad = make("llama"), (5, 6, 7, 8), (5, 6, 7)
+    sampled = SamplingOptions(temperature=0, logit_bias={256: -100})
+    orders = [
+        AnswerOrder(id=name, order=ordered(prompt, 12, sampling=sampled))
+        for name, prompt in (("good", good), ("bad", bad))
+    ]
+    found = answers(loaded_with(model, Numbers()), orders)
+    assert found["bad"].error is not None
+    assert found["bad"].error.code == "internal_error"
+    assert len(text_of(found["good"])) == 12

@@ -90,3 +90,30 @@ def test_defaults_come_from_the_model(tmp_path: Path) -> None:
     assert (found.temperature, found.top_k, found.top_p) == (0.6, 20, 1.0)
     assert defaults.sampling(SamplingOptions(temperature=0, top_k=0)).temperature == 0
     assert SamplingDefaults.of_folder(tmp_path / "missing").sampling(SamplingOptions()).temperature == 1
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"top_p": 1e-320},
+        {"top_p": 1e-300, "min_p": 1e-320},
+        {"repetition_penalty": 1e-320},
+        {"repetition_penalty": 1e-40},
+        {"temperature": 1e-4, "repetition_penalty": 1e-36},
+        {"repetition_penalty": 1e300, "temperature": 2.0},
+    ],
+)
+def test_extreme_options_still_choose_a_token(given: dict[str, float]) -> None:
+    token = sampling(**{"temperature": 1.0, **given}).choose(LOGITS, [1, 2], [3], torch.Generator())
+    assert 0 <= token < len(LOGITS)
+
+
+def test_a_tiny_top_p_leaves_the_most_probable_token() -> None:
+    own = sampling(temperature=1.0, top_p=1e-320)
+    assert own.choose(LOGITS, [], [], torch.Generator()) == int(LOGITS.argmax())
+
+
+def test_extreme_defaults_of_a_model_still_choose_a_token() -> None:
+    defaults = SamplingDefaults({"top_p": -1.0, "min_p": 5.0, "repetition_penalty": -1e300})
+    own = defaults.sampling(SamplingOptions(temperature=1.0))
+    assert 0 <= own.choose(LOGITS, [1], [2], torch.Generator()) < len(LOGITS)

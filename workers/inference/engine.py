@@ -293,14 +293,24 @@ class Engine:
     def _take_all(self, batch: Batch, found: Sequence[tuple[Choice, Tensor]]) -> None:
         """Chooses the next token of rows, and removes those that end."""
         deltas: dict[str, list[ChoiceDelta]] = {}
+        failed: dict[str, InferenceError] = {}
         plain = [choice.sampling.is_plain for choice, _ in found]
         tokens = torch.stack([logits for _, logits in found]).argmax(-1).tolist() if any(plain) else []
         for number, (choice, logits) in enumerate(found):
-            token = tokens[number] if plain[number] else choice.next_token(logits)
-            if (delta := choice.take(token, logits)) is not None:
+            try:  # one request's options must not end the others' answers
+                token = tokens[number] if plain[number] else choice.next_token(logits)
+                delta = choice.take(token, logits)
+            except Exception as error:
+                failed[choice.request_id] = self._reason(error)
+                continue
+            if delta is not None:
                 deltas.setdefault(choice.request_id, []).append(delta)
+        for request_id, reason in failed.items():
+            self._refuse(request_id, reason)
         batch.leave([choice for choice, _ in found if choice.finish_reason is not None])
         for request_id, own in deltas.items():
+            if request_id in failed:
+                continue
             self._unreported.setdefault(request_id, []).extend(own)
             if self._is_over(request_id):
                 self._report_deltas(request_id)
@@ -374,12 +384,17 @@ class Engine:
             failed = {each.request_id for each in (*(batch.rows if batch is not None else ()), *choices)}
             if batch is not None:
                 batch.leave(list(batch.rows))
-            is_memory = isinstance(error, torch.OutOfMemoryError)
-            reason = _out_of_memory() if is_memory else unexpected(error)
-            if self._loaded.device.type == "cuda" and isinstance(error, RuntimeError) and not is_memory:
-                self._ended = True  # after such an error, a process cannot use its GPU any more
+            reason = self._reason(error)
             for request_id in failed:
                 self._refuse(request_id, reason)
+
+    def _reason(self, error: Exception) -> InferenceError:
+        """What requests get to know of an error. If the process cannot use its GPU any more, it ends."""
+        if isinstance(error, torch.OutOfMemoryError):
+            return _out_of_memory()
+        if self._loaded.device.type == "cuda" and isinstance(error, RuntimeError):
+            self._ended = True
+        return unexpected(error)
 
 
 class _RequestRefused(Exception):

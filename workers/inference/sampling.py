@@ -61,7 +61,7 @@ class Sampling:
             logits = self._changed(logits.clone(), prompt, made)
         if self.temperature < _GREEDY_BELOW:
             return int(logits.argmax())
-        probabilities = torch.softmax(self._limited(logits / self.temperature), dim=-1)
+        probabilities = torch.softmax(self._limited(_finite(logits / self.temperature)), dim=-1)
         return int(torch.multinomial(probabilities, 1, generator=source))
 
     def _changed(self, logits: Tensor, prompt: list[int], made: list[int]) -> Tensor:
@@ -94,10 +94,18 @@ class Sampling:
             ordered, tokens = logits.sort(descending=True)
             shares = torch.softmax(ordered, dim=-1)
             outside = shares.cumsum(dim=-1) - shares >= self.top_p
+            outside[0] = False
             logits = logits.masked_fill(torch.zeros_like(outside).scatter(0, tokens, outside), -torch.inf)
         if self.min_p > 0.0:
             logits = logits.masked_fill(logits < logits.max() + log(self.min_p), -torch.inf)
         return logits
+
+
+def _finite(logits: Tensor) -> Tensor:
+    """Logits without infinite values, of which no probabilities can be computed: extreme options make them,
+    such as a tiny temperature or repetition penalty."""
+    most = torch.finfo(logits.dtype).max
+    return logits.nan_to_num(nan=-most, posinf=most, neginf=-most)
 
 
 _DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -135,7 +143,7 @@ class SamplingDefaults:
             temperature=max(0.0, chosen("temperature", 1.0)),
             top_p=chosen("top_p", 1.0),
             top_k=int(chosen("top_k", 0)),
-            min_p=chosen("min_p", 0.0),
+            min_p=min(1.0, chosen("min_p", 0.0)),
             repetition_penalty=chosen("repetition_penalty", 1.0) or 1.0,
             presence_penalty=given.presence_penalty,
             frequency_penalty=given.frequency_penalty,
