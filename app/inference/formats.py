@@ -1,23 +1,17 @@
-"""Puts the parts of an answer into OpenAI's shapes: as a whole, or as the chunks of a stream."""
+"""Puts the parts of an answer into OpenAI's shapes: as a whole, or as the chunks of a stream.
 
+A whole answer is written token by token: its log probabilities may be megabytes, and no thread but the one
+that serialises an object runs until that object is done.
+"""
+
+import json
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from app.contract.inference import Alternative, AnswerPart, ChoiceDelta, FinishReason, TokenLogprob, Usage
-from app.inference.schemas import (
-    AssistantMessage,
-    ChatChoice,
-    ChatCompletion,
-    ChatLogprobs,
-    ChatTokenLogprob,
-    CompletionChoice,
-    CompletionLogprobs,
-    CompletionResponse,
-    TopLogprob,
-    UsageResponse,
-)
+from app.inference.schemas import CompletionChoice, CompletionLogprobs, UsageResponse
 
 
 @dataclass
@@ -32,8 +26,9 @@ class _Choice:
 class AnswerFormat(Protocol):
     """How an answer is sent."""
 
-    def whole(self, parts: Sequence[AnswerPart]) -> ChatCompletion | CompletionResponse:
-        """The answer, of all of its parts."""
+    def whole(self, parts: Sequence[AnswerPart]) -> bytes:
+        """The answer as JSON, of all of its parts: a `ChatCompletion` or a `CompletionResponse`. Takes
+        seconds if it has the log probabilities of many tokens."""
 
     def chunks(self, part: AnswerPart) -> Iterable[dict[str, Any]]:
         """The chunks of a stream for one part."""
@@ -44,6 +39,24 @@ class _Format:
         self._id = f"{prefix}-{request_id.partition('-')[2]}"
         self._created, self._model = int(time.time()), model
         self._with_usage = with_usage
+
+    def _whole(self, kind: str, parts: Sequence[AnswerPart], written: Callable[[int, _Choice], str]) -> bytes:
+        """The answer.
+
+        Args:
+            written: writes a choice as JSON, given its index.
+        """
+        choices, usage = _collected(parts)
+        found = [written(index, choice) for index, choice in sorted(choices.items())]
+        of_answer = {
+            "id": self._id,
+            "object": kind,
+            "created": self._created,
+            "model": self._model,
+            "usage": _usage(usage).model_dump(),
+            "system_fingerprint": None,
+        }
+        return _with_member(of_answer, "choices", f"[{', '.join(found)}]").encode()
 
     def _chunk(self, kind: str, choices: list[dict[str, Any]], usage: Usage | None = None) -> dict[str, Any]:
         made = {
@@ -65,23 +78,16 @@ class ChatFormat(_Format):
         super().__init__(request_id, "chatcmpl", model, with_usage=with_usage)
         self._begun: set[int] = set()
 
-    def whole(self, parts: Sequence[AnswerPart]) -> ChatCompletion:
-        choices, usage = _collected(parts)
-        return ChatCompletion(
-            id=self._id,
-            created=self._created,
-            model=self._model,
-            choices=[
-                ChatChoice(
-                    index=index,
-                    message=AssistantMessage(content="".join(choice.texts)),
-                    logprobs=None if choice.logprobs is None else _chat_logprobs(choice.logprobs),
-                    finish_reason=choice.finish_reason,
-                )
-                for index, choice in sorted(choices.items())
-            ],
-            usage=_usage(usage),
-        )
+    def whole(self, parts: Sequence[AnswerPart]) -> bytes:
+        return self._whole("chat.completion", parts, self._written)
+
+    def _written(self, index: int, choice: _Choice) -> str:
+        message = {"role": "assistant", "content": "".join(choice.texts), "refusal": None}
+        of_choice = {"index": index, "message": message, "finish_reason": choice.finish_reason}
+        if choice.logprobs is None:
+            return _with_member(of_choice, "logprobs", "null")
+        content = _json_list(_chat_logprob(each) for each in choice.logprobs)
+        return _with_member(of_choice, "logprobs", _with_member({"refusal": None}, "content", content))
 
     def chunks(self, part: AnswerPart) -> Iterable[dict[str, Any]]:
         for delta in part.deltas:
@@ -106,7 +112,9 @@ class ChatFormat(_Format):
         choice = {
             "index": index,
             "delta": added,
-            "logprobs": None if logprobs is None else _chat_logprobs(logprobs).model_dump(),
+            "logprobs": None
+            if logprobs is None
+            else {"content": [_chat_logprob(each) for each in logprobs], "refusal": None},
             "finish_reason": finish_reason,
         }
         return self._chunk(_CHAT_CHUNK, [choice])
@@ -123,23 +131,22 @@ class CompletionFormat(_Format):
         self._lengths: dict[int, int] = {}
         """The characters of each choice that were sent."""
 
-    def whole(self, parts: Sequence[AnswerPart]) -> CompletionResponse:
-        choices, usage = _collected(parts)
-        return CompletionResponse(
-            id=self._id,
-            created=self._created,
-            model=self._model,
-            choices=[
-                CompletionChoice(
-                    index=index,
-                    text="".join(choice.texts),
-                    logprobs=None if choice.logprobs is None else _logprobs(choice.logprobs, 0),
-                    finish_reason=choice.finish_reason,
-                )
-                for index, choice in sorted(choices.items())
-            ],
-            usage=_usage(usage),
-        )
+    def whole(self, parts: Sequence[AnswerPart]) -> bytes:
+        return self._whole("text_completion", parts, self._written)
+
+    def _written(self, index: int, choice: _Choice) -> str:
+        of_choice = {"index": index, "text": "".join(choice.texts), "finish_reason": choice.finish_reason}
+        if choice.logprobs is None:
+            return _with_member(of_choice, "logprobs", "null")
+        tokens = choice.logprobs
+        lists = {
+            "tokens": (_name(each) for each in tokens),
+            "token_logprobs": (each.logprob for each in tokens),
+            "top_logprobs": (_top(each) for each in tokens),
+            "text_offset": _offsets(tokens, 0),
+        }
+        members = (f"{json.dumps(name)}: {_json_list(each)}" for name, each in lists.items())
+        return _with_member(of_choice, "logprobs", f"{{{', '.join(members)}}}")
 
     def chunks(self, part: AnswerPart) -> Iterable[dict[str, Any]]:
         for delta in part.deltas:
@@ -165,7 +172,8 @@ def _collected(parts: Sequence[AnswerPart]) -> tuple[dict[int, _Choice], Usage]:
             choice = choices.setdefault(delta.index, _Choice())
             choice.texts.append(delta.text)
             if delta.logprobs is not None:
-                choice.logprobs = [*(choice.logprobs or ()), *delta.logprobs]
+                choice.logprobs = choice.logprobs or []
+                choice.logprobs.extend(delta.logprobs)
             choice.finish_reason = delta.finish_reason or choice.finish_reason
     return choices, usage
 
@@ -178,17 +186,23 @@ def _usage(usage: Usage) -> UsageResponse:
     )
 
 
-def _chat_logprobs(tokens: Iterable[TokenLogprob]) -> ChatLogprobs:
-    return ChatLogprobs(
-        content=[
-            ChatTokenLogprob(**_alternative(each), top_logprobs=[_top(other) for other in each.top])
-            for each in tokens
-        ]
-    )
+def _with_member(others: dict[str, Any], name: str, value: str) -> str:
+    """A JSON object of other members and one more, whose value is JSON already.
+
+    >>> _with_member({"index": 0}, "logprobs", "null")
+    '{"index": 0, "logprobs": null}'
+    """
+    return f"{json.dumps(others, ensure_ascii=False)[:-1]}, {json.dumps(name)}: {value}}}"
 
 
-def _top(each: Alternative) -> TopLogprob:
-    return TopLogprob(**_alternative(each))
+def _json_list(values: Iterable[Any]) -> str:
+    """A JSON list, serialised one value at a time."""
+    return f"[{', '.join(json.dumps(value, ensure_ascii=False) for value in values)}]"
+
+
+def _chat_logprob(token: TokenLogprob) -> dict[str, Any]:
+    """A token in the shape of `ChatTokenLogprob`."""
+    return {**_alternative(token), "top_logprobs": [_alternative(each) for each in token.top]}
 
 
 def _alternative(each: Alternative) -> dict[str, Any]:
@@ -208,13 +222,20 @@ def _logprobs(tokens: Sequence[TokenLogprob], start: int) -> CompletionLogprobs:
     Args:
         start: the characters of the choice before these tokens.
     """
-    offsets = []
-    for each in tokens:
-        offsets.append(start)
-        start += len(each.token)
     return CompletionLogprobs(
         tokens=[_name(each) for each in tokens],
         token_logprobs=[each.logprob for each in tokens],
-        top_logprobs=[{_name(other): other.logprob for other in each.top} for each in tokens],
-        text_offset=offsets,
+        top_logprobs=[_top(each) for each in tokens],
+        text_offset=list(_offsets(tokens, start)),
     )
+
+
+def _top(token: TokenLogprob) -> dict[str, float]:
+    return {_name(each): each.logprob for each in token.top}
+
+
+def _offsets(tokens: Iterable[TokenLogprob], start: int) -> Iterator[int]:
+    """Where each token begins in its choice's text, in characters."""
+    for each in tokens:
+        yield start
+        start += len(each.token)
