@@ -1,5 +1,6 @@
 """The application: lifespan, routers, middleware, error handlers."""
 
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -61,6 +62,9 @@ from app.webhooks.signature import signer
 _MIN_GZIP_BYTES = 2**14
 """The smallest response, in bytes, that is compressed if the client accepts gzip."""
 
+_MOST_DIGITS = sys.int_info.str_digits_check_threshold
+"""The most digits of an integer in JSON: 640, the least that Python can be set to."""
+
 _NOT_COMPRESSED = (*DEFAULT_EXCLUDED_CONTENT_TYPES, "application/x-tar", "application/jsonl")
 
 log = structlog.get_logger("accrue.service")
@@ -100,6 +104,8 @@ def create_app(settings: Settings | None = None, authenticate: Authenticate | No
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        # Parsing an integer takes the square of its digits, and no other thread runs meanwhile.
+        sys.set_int_max_str_digits(min(sys.get_int_max_str_digits() or _MOST_DIGITS, _MOST_DIGITS))
         settings.make_directories()
         migrate(settings.resolved_database_url)
         data_folder.hold(app.state.database)
@@ -129,8 +135,7 @@ def create_app(settings: Settings | None = None, authenticate: Authenticate | No
         version=__version__,
         summary="Fine-tuning at the effective batch you want, on the GPU you have.",
         lifespan=lifespan,
-        docs_url=None,  # FastAPI's own page loads its script from elsewhere
-        redoc_url=None,
+        openapi_url=None,  # documentation.py serves the document
     )
     _add_state(app, settings, authenticate)
     data_folder = DataFolderLock(settings)

@@ -22,6 +22,7 @@ log = structlog.get_logger("accrue.service")
 _DAY = 86400.0
 _POLL_SECONDS = 600.0
 _STEPS_POLL_SECONDS = 10.0
+_LOG_POLL_SECONDS = 60.0
 _PAUSE_SECONDS = 0.02
 """Between two parts of a long deletion, so that other writers get a turn."""
 _AT_ONCE = 100
@@ -124,15 +125,19 @@ def _delete_each(identifiers: Sequence[str], delete: Callable[[str], None]) -> i
 
 
 class Retention:
-    """From `start()` to `close()`, deletes by age, if an age is set, and the steps that deleted jobs have
-    left."""
+    """From `start()` to `close()`, deletes by age, if an age is set, and what deleted rows have left: the
+    steps of jobs, and the copies in SQLite's write-ahead log."""
 
     def __init__(self, database: Database, settings: Settings) -> None:
         self._database, self._settings = database, settings
         self._ended = threading.Event()
         self._threads = [
             threading.Thread(target=self._repeat, args=each, name=each[0].__name__.lstrip("_"), daemon=True)
-            for each in ((self._delete_steps, _STEPS_POLL_SECONDS), (self._delete_by_age, _POLL_SECONDS))
+            for each in (
+                (self._delete_steps, _STEPS_POLL_SECONDS),
+                (self._delete_by_age, _POLL_SECONDS),
+                (self._empty_log, _LOG_POLL_SECONDS),
+            )
         ]
 
     def start(self) -> None:
@@ -147,6 +152,10 @@ class Retention:
 
     def _delete_steps(self) -> int:
         delete_remaining_steps(self._database, self._ended)
+        return 0
+
+    def _empty_log(self) -> int:
+        self._database.empty_log()
         return 0
 
     def _delete_by_age(self) -> int:

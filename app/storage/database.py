@@ -118,6 +118,15 @@ class Database:
                 driver.execute(f"PRAGMA busy_timeout={round(1000 * self._timeout_seconds)}")
             yield connection
 
+    def empty_log(self) -> None:
+        """Empties SQLite's write-ahead log, where rows stay readable after they were deleted. Does nothing if
+        other connections are reading or writing right now."""
+        if self.is_sqlite:
+            with self.connecting() as connection:
+                driver: Any = connection.connection.dbapi_connection
+                driver.execute("PRAGMA busy_timeout=0")
+                driver.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
     @contextmanager
     def writing(self) -> Iterator[Session]:
         """A session that is committed at its end, and rolled back if it raises.
@@ -385,6 +394,7 @@ def _sqlite_pragmas(connection: DBAPIConnection, record: ConnectionPoolEntry) ->
         "journal_mode=WAL",
         "synchronous=FULL",
         "foreign_keys=ON",
+        "secure_delete=ON",  # deleted content is overwritten
         f"wal_autocheckpoint={_PAGES_BETWEEN_CHECKPOINTS}",
     ):
         cursor.execute(f"PRAGMA {pragma}")

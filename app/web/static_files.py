@@ -1,6 +1,8 @@
-"""Static files that are sent from memory: a slow reader holds no file open."""
+"""Static files that are sent from memory: a slow reader holds no file open, and each is compressed once."""
 
+import gzip
 import os
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,9 @@ from starlette.staticfiles import NotModifiedResponse, StaticFiles
 from starlette.types import Scope
 
 PathLike = str | os.PathLike[str]
+
+_LEAST_COMPRESSED = 2**14
+"""Smaller contents are not compressed, in bytes."""
 
 
 class FilesInMemory(StaticFiles):
@@ -28,20 +33,53 @@ class FilesInMemory(StaticFiles):
         self, full_path: PathLike, stat_result: os.stat_result, scope: Scope, status_code: int = 200
     ) -> Response:
         """Responds with the file, or with 304 if the client has it already."""
-        response = file_in_memory(full_path, stat_result, self._headers, status_code)
-        if self.is_not_modified(response.headers, Headers(scope=scope)):
+        requested = Headers(scope=scope)
+        response = file_in_memory(full_path, stat_result, requested, self._headers, status_code)
+        if self.is_not_modified(response.headers, requested):
             return NotModifiedResponse(response.headers)
         return response
 
 
 def file_in_memory(
-    path: PathLike, stat: os.stat_result, headers: dict[str, str], status_code: int = 200
+    path: PathLike,
+    stat: os.stat_result,
+    requested: Mapping[str, str],
+    headers: dict[str, str],
+    status_code: int = 200,
 ) -> Response:
-    """Responds with a file's content, its type, and the ETag that `FileResponse` would give it."""
+    """Responds with a file's content, its type, and the ETag that `FileResponse` would give it.
+
+    Args:
+        requested: the request's headers.
+        headers: added to the response.
+    """
     described: Any = FileResponse(path, stat_result=stat)
     content = _content(os.fspath(path), stat.st_mtime_ns, stat.st_size)
     tags = {name: described.headers[name] for name in ("etag", "last-modified")}
-    return Response(content, status_code, {**tags, **headers}, media_type=described.media_type)
+    return content_in_memory(content, requested, described.media_type, {**tags, **headers}, status_code)
+
+
+def content_in_memory(
+    content: bytes,
+    requested: Mapping[str, str],
+    media_type: str,
+    headers: Mapping[str, str],
+    status_code: int = 200,
+) -> Response:
+    """Responds with a content that stays the same, compressed if it is large and the client accepts gzip.
+
+    Args:
+        content: the same object each time, so that its compressed form is found again quickly.
+    """
+    own = {**headers, "Vary": "Accept-Encoding"}
+    if len(content) >= _LEAST_COMPRESSED and "gzip" in requested.get("accept-encoding", ""):
+        content, own["Content-Encoding"] = _compressed(content), "gzip"
+    return Response(content, status_code, own, media_type=media_type)
+
+
+@lru_cache(maxsize=256)
+def _compressed(content: bytes) -> bytes:
+    return gzip.compress(content, compresslevel=6, mtime=0)
 
 
 @lru_cache(maxsize=256)

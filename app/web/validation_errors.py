@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
+from functools import cache
 from typing import Any, get_args
 
 from pydantic import AliasChoices, BaseModel
@@ -98,7 +99,9 @@ def field_problems(
     for field, own in by_field.items():
         problem = _of_one(own[0], requested) if len(own) == 1 else _of_a_union(field, own, requested)
         found.setdefault(problem.field, problem)
-    return list(found.values())[:MAX_REPORTED]
+        if len(found) == MAX_REPORTED:
+            break
+    return list(found.values())
 
 
 def _until_a_union(error: Mapping[str, Any]) -> list[str]:
@@ -167,7 +170,7 @@ def _message(error: Mapping[str, Any]) -> str:
 def _unknown(field: str, requested: type[BaseModel] | None) -> str:
     """The message for an unknown field, with the one that was probably meant."""
     message = "is not a field of this request"
-    there = dict(_fields(requested)) if requested is not None else {}
+    there = _fields_of(requested) if requested is not None else {}
     group, _, name = field.rpartition(".")
     first = next((path for path, others in there.items() if field in others), None)
     if first is not None:
@@ -184,6 +187,12 @@ def _unknown(field: str, requested: type[BaseModel] | None) -> str:
         named = [names[each] for each in get_close_matches(name, names, n=1, cutoff=0.8)] or named
     near = named or get_close_matches(field, beside, n=1, cutoff=0.7)
     return f"{message}: did you mean {near[0]}?" if near else f"{message}: see /docs"
+
+
+@cache
+def _fields_of(model: type[BaseModel]) -> dict[str, list[str]]:
+    """The aliases of a model's fields, by their paths."""
+    return dict(_fields(model))
 
 
 def _fields(model: type[BaseModel], before: str = "") -> Iterator[tuple[str, list[str]]]:

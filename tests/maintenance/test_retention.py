@@ -119,3 +119,27 @@ def test_many_steps_are_deleted_in_short_transactions(
     assert steps_of(database, kept) == 15
     with database.reading() as session:
         assert session.scalars(select(DeletedJob.id)).all() == []
+
+
+@pytest.mark.sqlite
+def test_deleted_content_is_overwritten_in_the_database_and_its_log(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retention, "_LOG_POLL_SECONDS", 0.1)
+    marker = "a very secret label"
+    files = [settings.data_dir / "accrue.db", settings.data_dir / "accrue.db-wal"]
+
+    def is_on_disk() -> bool:
+        return any(marker.encode() in path.read_bytes() for path in files if path.exists())
+
+    with TestClient(create_app(settings), base_url="http://127.0.0.1", client=("127.0.0.1", 1)) as client:
+        body = {
+            "model_name": "accrue/tiny-gpt2", "dataset_config": {"texts": ["a"]}, "auto_start": False,
+            "metadata": {"label": marker},
+        }  # fmt: skip
+        path = "/gradient-accumulation/training"
+        job = client.post(f"{path}/with-accumulation", json=body).json()
+        assert is_on_disk()
+        assert client.post(f"{path}/{job['id']}/cancel").status_code == 200
+        assert client.delete(f"{path}/{job['id']}").status_code == 204
+        until(lambda: not is_on_disk(), 20)

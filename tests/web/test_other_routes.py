@@ -1,7 +1,11 @@
+import gzip
 import math
+from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
+
+from app.web import static_files, validation_errors
 
 ROOT = "/gradient-accumulation"
 
@@ -231,3 +235,52 @@ def test_a_flag_is_true_or_false(client: TestClient) -> None:
             422,
             "accumulate_gradients_on_cpu",
         )
+
+
+def test_contents_that_need_no_key_are_compressed_once(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compressed: list[int] = []
+    honest = gzip.compress
+
+    def counted(content: bytes, *args: Any, **options: Any) -> bytes:
+        compressed.append(len(content))
+        return honest(content, *args, **options)
+
+    monkeypatch.setattr(static_files.gzip, "compress", counted)
+    static_files._compressed.cache_clear()
+    for path in ("/openapi.json", "/docs/static/swagger-ui-bundle.js", "/dashboard/plotly.js"):
+        compressed.clear()
+        for _ in range(3):
+            answer = client.get(path, headers={"Accept-Encoding": "gzip"})
+            assert (answer.status_code, answer.headers["content-encoding"]) == (200, "gzip")
+            assert answer.headers["vary"] == "Accept-Encoding"
+        assert len(compressed) == 1, path
+        plain = client.get(path, headers={"Accept-Encoding": "identity"})
+        assert plain.content == answer.content
+
+
+def test_many_unknown_fields_are_looked_up_only_as_far_as_they_are_reported(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked_up: list[str] = []
+    honest = validation_errors._unknown
+
+    def counted(field: str, requested: Any) -> str:
+        looked_up.append(field)
+        return honest(field, requested)
+
+    monkeypatch.setattr(validation_errors, "_unknown", counted)
+    body = {"model_name": "gpt2", **{f"target_effective_batch_siz_{number}": 1 for number in range(400)}}
+    answer = client.post(f"{ROOT}/calculate-batch-size", json=body)
+    assert answer.status_code == 422
+    assert len(answer.json()["errors"]) == validation_errors.MAX_REPORTED
+    assert len(looked_up) == validation_errors.MAX_REPORTED
+
+
+def test_integers_with_hundreds_of_digits_are_rejected_in_uploads_too(client: TestClient) -> None:
+    for digits, status in ((600, 200), (700, 400)):
+        content = f'{{"text": "a", "note": {"7" * digits}}}\n'
+        answer = client.post("/v1/files", files={"file": ("a.jsonl", content)}, data={"purpose": "fine-tune"})
+        assert answer.status_code == status, answer.text
+    assert "Line 1" in answer.text or "line 1" in answer.text
