@@ -294,6 +294,11 @@ def _parse(name: str, content: bytes) -> dict[str, Any]:
 
 
 def _read(name: str, config: dict[str, Any]) -> PlannableModel:
+    if config.get("quantization_config") is not None:
+        raise Unprocessable(
+            f"The weights of the model {name} are quantized already: choose the unquantized model.",
+            field="model_name",
+        )
     try:
         return PlannableModel(architectures.from_config(config), config)
     except UnknownArchitecture as error:

@@ -25,7 +25,7 @@ from app.planning.defaults import DEFAULT_MAX_LENGTH, memory_limits, method_spec
 from app.planning.devices import GIB, MIB, Device, common_name, parse_declared
 from app.planning.learning_rate import default_rate
 from app.planning.memory import OPTIMIZER_STATES
-from app.planning.planner import Question
+from app.planning.planner import Question, recipe_of_rank
 from app.planning.recipes import least_capable, make_recipe, unsupported
 from app.planning.responses import RawQuestion, answer, answer_raw, change_to_simulate
 from app.planning.schemas import (
@@ -34,6 +34,7 @@ from app.planning.schemas import (
     ToolConfigRequest,
     ToolConfigResponse,
 )
+from app.planning.split import ConflictingBatch, check_steps
 from app.planning.tool_configs import Tool, config_for
 from app.planning.tool_configs.job import NotExpressible, ToolJob, split_evenly
 from app.planning.train_jobs import TrainJob, TrainJobRecommendation, TrlJob
@@ -55,9 +56,18 @@ def _count_devices(requested: BatchSizeRequest) -> int:
 
 
 async def calculate(
-    request: Request, requested: BatchSizeRequest, settings: Settings, database: Database
+    request: Request,
+    requested: BatchSizeRequest,
+    settings: Settings,
+    database: Database,
+    *,
+    may_shard: bool = True,
 ) -> BatchSizeResponse:
-    """Calculates in worker threads, and occupies none while it waits for a simulation."""
+    """Calculates in worker threads, and occupies none while it waits for a simulation.
+
+    Args:
+        may_shard: whether the devices may divide a model of which full copies do not fit.
+    """
     key_id = request.state.caller.key_id
 
     async def in_thread(work: Callable[[], BatchSizeResponse], *, is_slow: bool) -> BatchSizeResponse:
@@ -74,7 +84,7 @@ async def calculate(
     waits: WaitLimiter = request.app.state.waits
     seconds = requested.wait_seconds if waits.has_place(key_id) else 0.0
     until = time.monotonic() + seconds
-    looked_up = await to_thread.run_sync(_look_up, requested, settings, database)
+    looked_up = await to_thread.run_sync(_look_up, requested, settings, database, may_shard)
 
     is_slow = len(looked_up.question.devices) > _MANY_DEVICES
 
@@ -91,6 +101,11 @@ async def calculate(
     with waits.place(key_id) if seconds else nullcontext():
         profile_warnings = await wait_for_profile(looked_up.question.recipe, looked_up.question.sequence)
         found = await answered()
+        if found.zero_stage is not None and found.source == "formula" and not profile_warnings:
+            question, devices = looked_up.question, len(found.devices)
+            own = recipe_of_rank(question.recipe, devices, found.strategy, found.zero_stage)
+            profile_warnings = await wait_for_profile(own, question.sequence)
+            found = await answered()
         for _ in range(
             0 if profile_warnings else _MAX_SIMULATED_CHANGES
         ):  # a warning means that no simulation was finished in time
@@ -111,7 +126,9 @@ class _ResolvedRequest:
     warnings: list[str]
 
 
-def _look_up(requested: BatchSizeRequest, settings: Settings, database: Database) -> _ResolvedRequest:
+def _look_up(
+    requested: BatchSizeRequest, settings: Settings, database: Database, may_shard: bool
+) -> _ResolvedRequest:
     assert requested.model_name is not None
     base = starting_models.find_for_planning(requested.model_name, database, settings)
     devices, warnings = devices_of(requested, settings, database)
@@ -129,6 +146,7 @@ def _look_up(requested: BatchSizeRequest, settings: Settings, database: Database
             accumulation_steps=None, micro_batch_size=requested.micro_batch_size, devices=len(devices)
         ),
         sequences_per_sample=SEQUENCES_PER_SAMPLE.get(FORMATS[requested.objective][0], 1),
+        may_shard=may_shard,
     )
     return _ResolvedRequest(requested.model_name, base, question, warnings)
 
@@ -140,7 +158,13 @@ def _answered(
     with database.reading() as session:
         known = profiles.known(session, base.architecture, common_name(question.devices))
         warnings = [*looked_up.warnings, *profile_warnings]
-        return answer(question, known, looked_up.model_name, warnings)
+        found = answer(question, known, looked_up.model_name, warnings)
+    if question.split.micro_batch_size is not None:  # as for a job
+        try:
+            check_steps(found.accumulation_steps, question.split.micro_batch_size)
+        except ConflictingBatch as error:
+            raise Unprocessable(f"{error}.", field=error.field) from None
+    return found
 
 
 async def configure_tool(
@@ -159,10 +183,11 @@ async def configure_tool(
             "and put the folder's path into the configuration of its base model.",
             field="model_name",
         )
-    answered = await calculate(request, requested, settings, database)
+    # These configurations give each device a full copy of the model.
+    answered = await calculate(request, requested, settings, database, may_shard=False)
     if not answered.fits:
         raise Unprocessable(f"No configuration is written. {answered.explanation}", field="model_name")
-    question = (await to_thread.run_sync(_look_up, requested, settings, database)).question
+    question = (await to_thread.run_sync(_look_up, requested, settings, database, False)).question
     method = method_spec(requested.method)
     rate = requested.learning_rate or default_rate(requested.objective, adapters=method.lora is not None)
     # These tools give every device the same micro-batch: that of the smallest device.
@@ -217,7 +242,7 @@ async def recommend_train_job(
     """
     job = TrlJob(train_job)
     for gpu in gpus:
-        answered = await calculate(request, job.request(gpu), settings, database)
+        answered = await calculate(request, job.request(gpu), settings, database, may_shard=False)
         if answered.fits:
             break
     else:

@@ -7,20 +7,11 @@ from typing import Literal
 
 from app.contract.plan import Alternative, Plan, RankPlan
 from app.contract.preview import Lengths
-from app.contract.spec import Spec, ZeroStage
+from app.contract.spec import Spec
 from app.planning.devices import Device
 from app.planning.planner import PlannerEvidence, Question, Solution, alternatives, solve
 from app.planning.recipes import least_capable, recipe_of, unsupported
-from app.planning.sharding import why_not_sharded
-
-ZERO_STAGES: tuple[ZeroStage, ...] = (1, 2, 3)
-
-_DIVIDED: dict[ZeroStage, str] = {
-    1: "the optimizer's states",
-    2: "gradients and the optimizer's states",
-    3: "weights, gradients and the optimizer's states",
-}
-
+from app.planning.sharding import DIVIDED, why_not_sharded
 
 _ROUNDED_TO = 64
 """Lengths are rounded up to multiples of this, so that data of similar lengths share a memory profile."""
@@ -50,6 +41,9 @@ def question_of(spec: Spec, devices: Sequence[Device], sample_length: int) -> Qu
         constant_batch=spec.ramp.name == "constant",
         tunes=spec.tune in ("first", "only"),
         shrink_to_fit=spec.auto_adjust_batch_size,
+        strategy="fsdp" if spec.strategy == "fsdp" and len(devices) > 1 else "ddp",
+        zero_stage=spec.zero_stage or 3,
+        may_shard=spec.strategy is None and why_not_sharded(spec) is None,
         compresses=spec.gradient_compression is not None,
         sequences_per_sample=spec.data.sequences_per_sample,
     )
@@ -81,6 +75,7 @@ def make_plan(
     known_count = spec.max_steps is not None or spec.data.overlength != "split"
     steps_total = spec.steps_for(samples_of_one_pass(spec)) if known_count else None
     planned = question.is_planned
+    others = alternatives(solution, known)
     fitting = min(max(1, rank.capacity.largest) for rank in solution.ranks)
     return Plan(
         predicted=predicted,
@@ -92,7 +87,7 @@ def make_plan(
         steps_total=steps_total,
         predicted_duration_seconds=None,
         source=solution.estimate.source,
-        warnings=_warnings(spec, solution, steps_total),
+        warnings=_warnings(spec, solution, steps_total, others),
         precision=question.recipe.precision,
         device=devices[0].kind,
         strategy="independent" if spec.strategy == "independent" else question.strategy,
@@ -100,7 +95,7 @@ def make_plan(
         threads=threads,
         sample_length=sample_length,
         most_tokens=fitting * question.sample_tokens if planned else None,
-        alternatives=_leaner(solution, known),
+        alternatives=_leaner(solution, others),
     )
 
 
@@ -121,22 +116,12 @@ def devices_worth_using(
 
 
 def _solved(spec: Spec, devices: Sequence[Device], known: PlannerEvidence, sample_length: int) -> Solution:
-    """The solution for the requested strategy. By default, it is the first that fits of ddp and the stages of
-    fsdp: each divides more among the devices, and exchanges more."""
+    """The solution for the requested strategy."""
     question = question_of(spec, devices, sample_length)
-    if spec.strategy == "independent":
-        alone = [_solved_alone(question, device, known) for device in devices]
-        return replace(alone[0], question=question, ranks=[each.ranks[0] for each in alone])
-    if len(devices) == 1:
+    if spec.strategy != "independent":
         return solve(question, known)
-    if spec.strategy is not None:
-        stage = spec.zero_stage or question.zero_stage
-        return solve(replace(question, strategy=spec.strategy, zero_stage=stage), known)
-    copied = solve(question, known)
-    if copied.fits or why_not_sharded(spec) is not None:
-        return copied
-    divided = (solve(replace(question, strategy="fsdp", zero_stage=stage), known) for stage in ZERO_STAGES)
-    return next((each for each in divided if each.fits), copied)
+    alone = [_solved_alone(question, device, known) for device in devices]
+    return replace(alone[0], question=question, ranks=[each.ranks[0] for each in alone])
 
 
 def _solved_alone(question: Question, device: Device, known: PlannerEvidence) -> Solution:
@@ -162,10 +147,10 @@ def _ranks(solution: Solution) -> tuple[RankPlan, ...]:
     )
 
 
-def _leaner(solution: Solution, known: PlannerEvidence) -> tuple[Alternative, ...]:
+def _leaner(solution: Solution, others: Sequence[Alternative]) -> tuple[Alternative, ...]:
     """Alternatives that need less memory for one sample, the leanest first."""
     least = solution.estimate.memory(1).peak_process_bytes
-    leaner = [other for other in alternatives(solution, known) if other.one_sample_bytes < least]
+    leaner = [other for other in others if other.one_sample_bytes < least]
     return tuple(sorted(leaner, key=lambda other: other.one_sample_bytes))
 
 
@@ -185,19 +170,12 @@ def samples_of(spec: Spec, steps_total: int | None) -> int | None:
     return steps_total * spec.effective_batch_size * replicas
 
 
-def _warnings(spec: Spec, solution: Solution, steps_total: int | None) -> tuple[str, ...]:
+def _warnings(
+    spec: Spec, solution: Solution, steps_total: int | None, others: Sequence[Alternative]
+) -> tuple[str, ...]:
     warnings = [] if solution.adjusted is None else [solution.adjusted]
-    tight = [
-        str(rank.device.id)
-        for rank in solution.ranks
-        if not rank.capacity.largest_in(len(rank.micro_batches))
-    ]
-    if tight:
-        warnings.append(
-            f"not even one sample of {solution.question.sample_tokens} tokens fits on device "
-            f"{', '.join(tight)}: lower max_length, turn gradient_checkpointing on, or use a device "
-            "with more memory"
-        )
+    if not solution.fits:
+        warnings.append(_does_not_fit(solution, others))
     samples = samples_of_one_pass(spec)
     if spec.data.overlength != "split" and samples < spec.effective_batch_size:
         warnings.append(
@@ -211,6 +189,21 @@ def _warnings(spec: Spec, solution: Solution, steps_total: int | None) -> tuple[
             "reaches its peak"
         )
     return (*warnings, *_warnings_of_options(spec, solution))
+
+
+def _does_not_fit(solution: Solution, others: Sequence[Alternative]) -> str:
+    """What does not fit where, and the smallest change that helps."""
+    tight = [rank for rank in solution.ranks if not rank.fits]
+    where = f"on device {', '.join(str(rank.device.id) for rank in tight)}"
+    least = min(rank.capacity.largest_in(len(rank.micro_batches)) for rank in tight)
+    tokens = solution.question.sample_tokens
+    if least:
+        what = f"{solution.micro_batch} samples of {tokens} tokens at a time do not fit {where}, {least} do"
+    else:
+        what = f"not even one sample of {tokens} tokens fits {where}"
+    change = next((other.change for other in others if other.fits), None)
+    remedy = "use a device with more memory, or a smaller model" if change is None else f"set {change}"
+    return f"{what}: {remedy}"
 
 
 def _warnings_of_options(spec: Spec, solution: Solution) -> list[str]:
@@ -230,7 +223,7 @@ def _warnings_of_options(spec: Spec, solution: Solution) -> list[str]:
         )
     if solution.question.strategy == "fsdp" and spec.strategy is None:
         warnings.append(
-            f"a full copy does not fit on each device, so {_DIVIDED[solution.question.zero_stage]} are "
+            f"a full copy does not fit on each device, so {DIVIDED[solution.question.zero_stage]} are "
             f"sharded across {len(solution.ranks)} devices (fsdp, ZeRO stage {solution.question.zero_stage})"
         )
     if spec.gradient_compression is not None and len(solution.ranks) > 1:

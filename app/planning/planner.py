@@ -26,6 +26,7 @@ from app.planning.estimate import (
 )
 from app.planning.estimate import by_formula as estimates_by_formula
 from app.planning.memory import Memory
+from app.planning.sharding import ZERO_STAGES, is_shardable
 from app.planning.split import NO_MICRO_BATCH, MicroBatches, even, shares, split_over
 from app.planning.throughput import Throughput, ThroughputOf, unmeasured, useful_tokens
 
@@ -83,6 +84,8 @@ class Question:
     """How several devices share the work."""
     zero_stage: ZeroStage = 3
     """What devices divide, if the strategy is fsdp."""
+    may_shard: bool = False
+    """Whether several devices may divide the model, if full copies do not fit (fsdp instead of ddp)."""
     compresses: bool = False
     """Whether ranks send gradients in 16 bits."""
     sequences_per_sample: int = 1
@@ -163,6 +166,11 @@ class Solution:
         return all(rank.fits for rank in self.ranks)
 
     @property
+    def is_sharded(self) -> bool:
+        """Whether the devices divide the model."""
+        return self.question.strategy == "fsdp" and len(self.ranks) > 1
+
+    @property
     def micro_batch(self) -> int:
         """Samples of the largest micro-batch on any device."""
         return max(rank.micro_batch for rank in self.ranks)
@@ -197,7 +205,22 @@ def solve(question: Question, known: PlannerEvidence) -> Solution:
     """Splits the effective batch over the devices: by the split that the question fixes, if there is one;
     otherwise in as few accumulation steps as memory allows, with micro-batches no larger than the size
     beyond which throughput stops growing.
+
+    If the model may be sharded, the solution is the first that fits of ddp and the stages of fsdp: each
+    divides more among the devices, and exchanges more.
     """
+    copied = _solve_as(question, known)
+    may_shard = question.may_shard and is_shardable(question.recipe) and len(question.devices) > 1
+    if copied.fits or not may_shard:
+        return copied
+    divided = (
+        _solve_as(replace(question, strategy="fsdp", zero_stage=stage), known) for stage in ZERO_STAGES
+    )
+    return next((each for each in divided if each.fits), copied)
+
+
+def _solve_as(question: Question, known: PlannerEvidence) -> Solution:
+    """The solution with the question's strategy."""
     estimate = _estimate(question, known)
     throughput = known.throughput(question.recipe, question.sequence)
     hidden_size = known.architecture.hidden_size if known.architecture else None
@@ -343,22 +366,23 @@ def alternatives(solution: Solution, known: PlannerEvidence) -> list[Alternative
             known.estimates, known.architecture, question.recipe, question.sequence
         )
         beside = replace(known, estimates=estimates)
-    planned = replace(question, split=PLANNED, at_most=question.split.micro_batch_size)
+    base = replace(question, strategy="ddp") if question.may_shard else question
     found = []
     if solution.micro_batch > 1:
-        half = solution.micro_batch // 2
-        found.append(_alternative(f"micro_batch_size: {half}", replace(planned, at_most=half), beside))
+        smaller = solve(replace(base, split=PLANNED, at_most=solution.micro_batch // 2), beside)
+        found.append(_alternative(f"micro_batch_size: {smaller.micro_batch}", smaller))
     for change in changes(question.recipe, question.sequence):
-        other = replace(planned, recipe=change.recipe, sequence=change.sequence)
-        found.append(_alternative(change.description, other, beside))
+        other = replace(base, recipe=change.recipe, sequence=change.sequence)
+        found.append(_alternative(change.description, solve(other, beside)))
     if question.recipe.device == "cuda":
-        more = replace(planned, devices=[*question.devices, *question.devices])
-        found.append(_alternative(f"num_gpus: {len(more.devices)}", more, beside))
+        devices = [*question.devices, *question.devices]
+        split = question.split.model_copy(update={"devices": len(devices)})
+        more = solve(replace(base, devices=devices, split=split), beside)
+        found.append(_alternative(f"num_gpus: {len(devices)}", more))
     return sorted(found, key=lambda alternative: not alternative.fits)
 
 
-def _alternative(change: str, question: Question, known: PlannerEvidence) -> Alternative:
-    solution = solve(question, known)
+def _alternative(change: str, solution: Solution) -> Alternative:
     return Alternative(
         change=change,
         fits=solution.fits,

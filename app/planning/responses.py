@@ -14,6 +14,7 @@ from app.planning.estimate import Estimate
 from app.planning.memory import Memory
 from app.planning.planner import PlannerEvidence, Question, Rank, Solution, alternatives, solve
 from app.planning.schemas import BatchSizeResponse, DeviceSplit
+from app.planning.sharding import DIVIDED
 
 _BY = {
     "formula": "By formula,",
@@ -128,6 +129,8 @@ def _answer(
         effective_batch_size=solution.effective_batch,
         max_micro_batch_size=max(rank.capacity.largest_in(solution.steps) for rank in solution.ranks),
         devices=[_device(rank, solution.steps) for rank in solution.ranks],
+        strategy="fsdp" if solution.is_sharded else "ddp",
+        zero_stage=solution.question.zero_stage if solution.is_sharded else None,
         memory=solution.tightest.memory,
         source=solution.estimate.source,
         expected_error=solution.estimate.expected_error,
@@ -190,4 +193,16 @@ def _explain(solution: Solution, others: list[Alternative]) -> str:
         f"{solution.steps} micro-batch{'es' * (solution.steps > 1)} of at most {solution.micro_batch} "
         f"{_unit(question, solution.micro_batch)} on each. {_BY[source]} with "
         f"{_counted(question)}, that takes {peak:.2f} of the {limit:.2f} GiB{where} that may be used."
+        + _sharding(solution)
+    )
+
+
+def _sharding(solution: Solution) -> str:
+    """How devices divide the model; nothing if each has a full copy."""
+    if not solution.is_sharded:
+        return ""
+    stage = solution.question.zero_stage
+    return (
+        f" A full copy of the model does not fit on each device, so {DIVIDED[stage]} are sharded across "
+        f"them (fsdp, ZeRO stage {stage})."
     )

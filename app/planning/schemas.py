@@ -86,7 +86,23 @@ class BatchSizeRequest(Request):
                 "micro_batch_size needs model_name: without a model, the micro-batch size is the result; "
                 "leave it out"
             )
+        if self.model_name is None:
+            self._check_raw_figures()
         return self
+
+    def _check_raw_figures(self) -> None:
+        """Raw figures contain what these fields would decide.
+
+        Raises:
+            ValueError: one of them is given.
+        """
+        decided = ("max_length", "objective", "method", "mixed_precision", "gradient_checkpointing")
+        for name in decided:
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(
+                    f"{name} needs model_name: without a model, the figures for weights and activations "
+                    "must contain its effect; leave it out"
+                )
 
     @property
     def raw_figures(self) -> tuple[float, float, float]:
@@ -161,6 +177,14 @@ class BatchSizeResponse(ResponseModel):
     effective_batch_size: int
     max_micro_batch_size: int
     devices: list[DeviceSplit]
+    strategy: Literal["ddp", "fsdp"] = Field(
+        "ddp",
+        description="fsdp: a full copy of the model does not fit on each device, so they divide it; for raw "
+        "figures always ddp",
+    )
+    zero_stage: Literal[1, 2, 3] | None = Field(
+        None, description="What the devices divide with fsdp: optimizer states, also gradients, also weights"
+    )
     memory: Memory
     source: Source
     expected_error: float | None = Field(

@@ -1,9 +1,27 @@
-"""Which jobs can be divided among devices (fsdp)."""
+"""Which jobs can be divided among devices (fsdp), and into what."""
 
-from app.contract.spec import OptimizerName, Spec
+from app.contract.memory_profile import Recipe
+from app.contract.spec import OptimizerName, Spec, ZeroStage
+
+ZERO_STAGES: tuple[ZeroStage, ...] = (1, 2, 3)
+
+DIVIDED: dict[ZeroStage, str] = {
+    1: "the optimizer's states",
+    2: "gradients and the optimizer's states",
+    3: "weights, gradients and the optimizer's states",
+}
+"""What each stage divides."""
 
 ELEMENTWISE: tuple[OptimizerName, ...] = ("adamw", "lion", "sgd")
 """Optimizers that treat each element by itself, so that a part of a parameter can be trained alone."""
+
+
+def is_shardable(recipe: Recipe) -> bool:
+    """Whether devices can divide the model, as far as the recipe tells."""
+    kept_whole = (
+        recipe.quantised, recipe.precision == "pure_bf16", recipe.accumulate_on_cpu, recipe.compile
+    )  # fmt: skip
+    return recipe.optimizer in ELEMENTWISE and not any(kept_whole)
 
 
 def why_not_sharded(spec: Spec) -> str | None:

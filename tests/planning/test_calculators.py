@@ -1,9 +1,16 @@
+import json
 from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
 
+from app.settings import Settings
+
 ROOT = "/gradient-accumulation"
+LLAMA_CONFIG = {
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "vocab_size": 301, "max_position_embeddings": 128,
+}  # fmt: skip
 
 
 def test_effective_batch_size(client: TestClient) -> None:
@@ -136,16 +143,81 @@ def test_unanswerable_requests_get_422(client: TestClient, body: dict[str, Any],
     assert answer.json()["error"]["param"] == field
 
 
-def test_a_local_config_is_enough_to_plan(client: TestClient, settings: Any) -> None:
-    import json
+FULL_8B = {
+    "model_name": "llama-3.1-8b", "gradient_checkpointing": True, "max_length": 1024, "wait_seconds": 0,
+    "target_effective_batch_size": 64,
+}  # fmt: skip
 
+
+def test_a_model_of_which_no_copy_fits_is_sharded_as_for_a_job(client: TestClient) -> None:
+    path, four = f"{ROOT}/calculate-batch-size", ["80GB"] * 4
+    alone = client.post(path, json={**FULL_8B, "gpus": four[:1]}).json()
+    assert (alone["fits"], alone["strategy"], alone["zero_stage"]) == (False, "ddp", None)
+    assert any(other["change"] == "num_gpus: 2" for other in alone["alternatives"])
+    together = client.post(path, json={**FULL_8B, "gpus": four}).json()
+    assert (together["fits"], together["strategy"], together["zero_stage"]) == (True, "fsdp", 3)
+    assert "sharded across them (fsdp, ZeRO stage 3)" in together["explanation"]
+    whole = client.post(path, json={**FULL_8B, "gpus": four, "optimizer": "adafactor"}).json()
+    assert whole["strategy"] == "ddp", "it needs whole parameters"
+    body = {**FULL_8B, "gpus": four}
+    answer = client.post(f"{ROOT}/tool-configs/trl", json=body)
+    assert answer.status_code == 422, "a configuration for TRL gives each device a full copy"
+
+
+@pytest.mark.parametrize("micro_batch", [None, 8, 64])
+def test_a_remedy_fits_when_it_is_applied(client: TestClient, micro_batch: int | None) -> None:
+    path = f"{ROOT}/calculate-batch-size"
+    body = {**FULL_8B, "gpus": ["24GB"], "micro_batch_size": micro_batch, "method": "lora"}
+    others = client.post(path, json=body).json()["alternatives"]
+    applied = 0
+    for other in others:
+        name, _, value = other["change"].partition(": ")
+        if not other["fits"] or "," in other["change"] or name not in ("micro_batch_size", "max_length"):
+            continue
+        answer = client.post(path, json={**body, name: int(value)}).json()
+        assert answer["fits"], other["change"]
+        assert answer["memory"]["peak_process_bytes"] == other["peak_process_bytes"], other["change"]
+        applied += 1
+    assert applied
+
+
+def test_more_steps_than_a_job_may_have_are_refused(client: TestClient) -> None:
+    body = {"model_name": "gpt2", "gpus": ["24GB"], "target_batch_size": 1_000_000, "micro_batch_size": 1}
+    answer = client.post(f"{ROOT}/calculate-batch-size", json=body)
+    assert answer.status_code == 422
+    assert "more than 4096" in answer.json()["detail"]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"method": "lora"}, {"gradient_checkpointing": True}, {"mixed_precision": "bf16"}, {"objective": "dpo"}],
+)
+def test_raw_figures_take_no_fields_that_would_be_ignored(
+    client: TestClient, changed: dict[str, Any]
+) -> None:
+    figures = {"model_size_gb": 4, "activation_memory_per_sample_mb": 100, "available_memory_gb": 40}
+    assert client.post(f"{ROOT}/calculate-batch-size", json=figures).status_code == 200
+    answer = client.post(f"{ROOT}/calculate-batch-size", json={**figures, **changed})
+    assert answer.status_code == 422
+    assert f"{next(iter(changed))} needs model_name" in answer.json()["detail"]
+
+
+def test_a_quantized_checkpoint_is_refused_at_once(client: TestClient, settings: Settings) -> None:
+    assert settings.models_dir is not None
+    folder = settings.models_dir / "awq"
+    folder.mkdir(parents=True)
+    config = {**LLAMA_CONFIG, "quantization_config": {"quant_method": "awq"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    answer = client.post(f"{ROOT}/calculate-batch-size", json={"model_name": "awq", "gpus": ["24GB"]})
+    assert answer.status_code == 422
+    assert "quantized already" in answer.json()["detail"]
+
+
+def test_a_local_config_is_enough_to_plan(client: TestClient, settings: Settings) -> None:
+    assert settings.models_dir is not None
     folder = settings.models_dir / "my-llama"
     folder.mkdir(parents=True)
-    config = {
-        "model_type": "llama", "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3,
-        "num_attention_heads": 4, "vocab_size": 301, "max_position_embeddings": 128,
-    }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(LLAMA_CONFIG))
     answer = client.post(f"{ROOT}/calculate-batch-size", json={"model_name": "my-llama", "gpus": ["24GB"]})
     assert answer.json()["parameters"] == 180_288
     (folder / "config.json").write_text('{"model_type": "mystery"}')

@@ -1,6 +1,8 @@
+import re
+
 import pytest
 
-from app.contract.plan import FixedCount, FixedSize, TokenBudget
+from app.contract.plan import FixedCount, FixedSize, Plan, TokenBudget
 from app.contract.spec import RequestedSplit, Spec, ValidationSpec, ZeroStage
 from app.planning.devices import GIB, Device
 from app.planning.plan import devices_worth_using, make_plan
@@ -223,3 +225,23 @@ def test_gpus_of_several_generations_compute_in_a_precision_that_all_have() -> N
     known = by_formula(spec.model.architecture)
     for devices, precision in (([A100], "bf16"), ([A100, volta], "fp16"), ([volta, A100], "fp16")):
         assert make_plan(spec, devices, known, predicted=True).precision == precision
+
+
+def test_a_plan_that_does_not_fit_names_what_would() -> None:
+    def planned(gigabytes: float, micro_batch: int | None) -> Plan:
+        split = RequestedSplit(accumulation_steps=None, micro_batch_size=micro_batch, devices=1)
+        spec = make_spec(effective_batch_size=64, auto_adjust_batch_size=False, split=split)
+        spec = spec.model_copy(update={"data": spec.data.model_copy(update={"max_length": 1024})})
+        device = Device(0, "NVIDIA A100", int(gigabytes * GIB), "cuda")
+        return plan_by_formula(spec, [device], predicted=True)
+
+    (warning,) = planned(1.1, 64).warnings
+    assert warning.startswith("64 samples of 1024 tokens at a time do not fit on device 0, ")
+    remedy = re.fullmatch(r".*: set micro_batch_size: (\d+)", warning)
+    assert remedy is not None
+    assert planned(1.1, int(remedy[1])).warnings == ()
+    (warning,) = planned(0.8, None).warnings
+    assert warning == (
+        "not even one sample of 1024 tokens fits on device 0: use a device with more memory, or a smaller "
+        "model"
+    )
