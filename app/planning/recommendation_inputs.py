@@ -15,7 +15,7 @@ from app.planning.architectures import from_config
 from app.planning.catalogue import CATALOGUE
 from app.planning.defaults import DEFAULT_EPOCHS, DEFAULT_MAX_LENGTH, memory_limits, method_spec
 from app.planning.devices import Device, common_name
-from app.planning.planner import Question, solve
+from app.planning.planner import Question, Solution, alternatives, solve
 from app.planning.recipes import least_capable, make_recipe, unsupported
 from app.planning.recommendations import (
     SIZES,
@@ -155,15 +155,24 @@ def situation(
     sequences = 1 if spec is None else spec.data.sequences_per_sample
     batch = requested.target or recommended_batch(requested.samples)
     known = profiles.known(session, architecture, common_name(devices))
-    question = Question(recipe, sequence, devices, limits, batch, sequences_per_sample=sequences)
+    question = Question(
+        recipe, sequence, devices, limits, batch, sequences_per_sample=sequences, may_shard=True
+    )
     solution = solve(question, known)
+    needs_checkpointing = not _largest(solution)
+    if needs_checkpointing:
+        checkpointed = recipe.model_copy(update={"gradient_checkpointing": True})
+        solution = solve(replace(question, recipe=checkpointed), known)
+    others = alternatives(solution, known) if not _largest(solution) else []
     return Situation(
         architecture=architecture,
         target=requested.target,
-        micro_batch=min(rank.capacity.largest for rank in solution.ranks),
+        micro_batch=_largest(solution),
         devices=len(devices),
         device_kind=devices[0].kind,
         source=solution.estimate.source,
+        checkpointing=needs_checkpointing,
+        remedy=next((other.change for other in others if other.fits), None),
         precision=recipe.precision,
         optimizer=requested.optimizer,
         adapters=method.lora is not None,
@@ -177,6 +186,11 @@ def situation(
         steps_total=_steps_total(job, requested, batch),
         objective="sft" if spec is None or spec.objective is None else spec.objective.name,
     )
+
+
+def _largest(solution: Solution) -> int:
+    """The largest micro-batch that fits on each device; 0: none does."""
+    return min(rank.capacity.largest for rank in solution.ranks)
 
 
 def _steps_total(job: Job | None, requested: Choices, batch: int) -> int | None:

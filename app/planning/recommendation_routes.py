@@ -19,6 +19,7 @@ from app.planning.job_advice import advice_for
 from app.planning.recommendation_inputs import Choices, architecture_of_size, situation, submission
 from app.planning.recommendations import (
     ModelKind,
+    feasibility,
     recommend,
 )
 from app.planning.schemas import Recommendations
@@ -95,7 +96,7 @@ async def recommendations(
                 submission=submission(
                     recommended, requested.method or "full", len(devices), known.steps_total
                 ),
-                advice=advice_for(session, job) if job is not None else [],
+                advice=feasibility(known) + (advice_for(session, job) if job is not None else []),
             )
 
     return await slowly(found)  # measurements are read, and all steps of a job

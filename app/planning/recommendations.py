@@ -64,7 +64,8 @@ class MeasuredRate:
 
 @dataclass(frozen=True)
 class Situation:
-    """What a recommendation is for. `micro_batch` is the largest predicted to fit; 0: none does."""
+    """What a recommendation is for. `micro_batch` is the largest predicted to fit; 0: none does, not even
+    with gradient checkpointing."""
 
     architecture: Architecture
     target: int | None
@@ -73,6 +74,10 @@ class Situation:
     device_kind: Literal["cpu", "cuda"]
     source: Source = "formula"
     """Where `micro_batch` is from."""
+    checkpointing: bool = False
+    """Whether `micro_batch` is with gradient checkpointing, since not one sample fits without it."""
+    remedy: str | None = None
+    """If no sample fits at all: the smallest change with which one does; None: there is none."""
     precision: RunPrecision = "fp32"
     optimizer: OptimizerName | None = None
     """None: to be recommended."""
@@ -128,14 +133,26 @@ def recommend(situation: Situation) -> dict[str, Recommendation]:
         "precision": _precision(situation),
         "gradient_checkpointing": _predicted(
             situation,
-            situation.micro_batch == 0,
+            situation.checkpointing,
             "not one sample fits without it"
-            if situation.micro_batch == 0
+            if situation.checkpointing
             else "memory suffices without it, and it costs about a third more computation (Chen et al. 2016)",
             "medium",
         ),
         "gradient_clipping": _clipping(situation, batch, steps),
     }
+
+
+def feasibility(situation: Situation) -> list[str]:
+    """Advice if not even one sample fits; otherwise none."""
+    if situation.micro_batch:
+        return []
+    remedy = (
+        "use a device with more memory, or a smaller model"
+        if situation.remedy is None
+        else f"set {situation.remedy}"
+    )
+    return [f"Not even one sample is predicted to fit with these values, so the job would fail: {remedy}."]
 
 
 def _feasible_batch(situation: Situation, batch: int) -> tuple[int, int]:
@@ -227,6 +244,10 @@ def _micro_batch(situation: Situation, micro: int) -> Recommendation:
             "micro-batch when they are short",
             evidence="measured",
             confidence="high",
+        )
+    if not situation.micro_batch:
+        return _predicted(
+            situation, micro, "the smallest there is; not even this one fits: see advice", "high"
         )
     return _predicted(
         situation,

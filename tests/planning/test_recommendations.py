@@ -220,3 +220,37 @@ def test_a_micro_batch_of_pairs_has_half_as_many_of_them(
         found[form] = client.get(path, params=params).json()["micro_batch_size"]["value"]
     assert 1 < found["text"] < 64, "the GPU's memory is to decide"
     assert abs(found["text"] - 2 * found["preference"]) <= 1
+
+
+@pytest.mark.parametrize(
+    ("query", "micro_batch", "checkpointing", "advice"),
+    [
+        ("model_name=meta-llama/Llama-3.1-8B&gpus=24GB", 1, True, "set method: lora"),
+        ("model_name=meta-llama/Llama-3.1-70B&gpus=4GB", 1, True, "use a device with more memory"),
+        ("model_name=Qwen/Qwen3-4B&gpus=16GB&method=lora", None, True, None),
+        ("model_name=gpt2&gpus=24GB", None, False, None),
+    ],
+)
+def test_recommended_values_fit_or_say_that_they_do_not(
+    client: TestClient, query: str, micro_batch: int | None, checkpointing: bool, advice: str | None
+) -> None:
+    root = "/gradient-accumulation"
+    found = client.get(f"{root}/performance/recommendations?{query}").json()
+    assert found["gradient_checkpointing"]["value"] == checkpointing
+    values = dict(pair.split("=") for pair in query.split("&"))
+    body = {
+        "model_name": values["model_name"], "gpus": [values["gpus"]], "wait_seconds": 0,
+        "method": found["submission"]["training_config"]["method"],
+        "gradient_checkpointing": checkpointing,
+        "target_batch_size": found["submission"]["target_effective_batch_size"],
+        "micro_batch_size": found["micro_batch_size"]["value"],
+    }  # fmt: skip
+    assert client.post(f"{root}/calculate-batch-size", json=body).json()["fits"] == (advice is None)
+    if advice is None:
+        assert found["advice"] == []
+        assert micro_batch is None
+        assert found["micro_batch_size"]["value"] > 1
+    else:
+        assert found["micro_batch_size"]["value"] == micro_batch
+        assert "not even this one fits" in found["micro_batch_size"]["why"]
+        assert advice in found["advice"][0]
