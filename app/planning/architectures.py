@@ -11,6 +11,7 @@ from typing import Any
 
 from app.contract.architecture import Architecture
 from app.planning.catalogue import config_of
+from app.planning.config_defaults import completed
 from app.planning.estimated_sizes import estimated, text_part
 from app.planning.families import why_not_causal
 
@@ -43,7 +44,7 @@ def from_config(config: Mapping[str, Any]) -> Architecture:
         _check_sizes(part)
         _check_names_agree(part, _SYNONYMS if family in _READERS else _SYNONYMS_EVERYWHERE)
     try:
-        architecture = reader(config).model_copy(update={"fingerprint": fingerprint_of(config)})
+        architecture = reader(completed(config)).model_copy(update={"fingerprint": fingerprint_of(config)})
     except (KeyError, TypeError, ValueError, ZeroDivisionError, OverflowError) as error:
         raise UnknownArchitecture(f"config.json of family {family}: {_problem(error)}") from None
     for name, most in _LIMITS.items():
@@ -157,13 +158,13 @@ def _llama(config: Mapping[str, Any]) -> Architecture:
     attention = 2 * hidden * queries + 2 * hidden * keys
     if family == "qwen2":
         attention += queries + 2 * keys
-    elif config.get("attention_bias", False):
+    elif family not in _WITHOUT_BIASES and config.get("attention_bias", False):
         attention += queries + 2 * keys + hidden
     if family in {"qwen3", "qwen3_moe", "gemma3_text"}:
         attention += 2 * head_dim  # the norms of queries and keys
     norms = 4 if family in {"gemma2", "gemma3_text"} else 2
     experts, active, own, routed = _experts(config, family, layers)
-    bias = (2 * inner + hidden) if config.get("mlp_bias", False) else 0
+    bias = (2 * inner + hidden) if family == "llama" and config.get("mlp_bias", False) else 0
     dense = 3 * hidden * inner + bias
     mixed = experts * 3 * hidden * own + hidden * experts  # and the router
     tied = config.get("tie_word_embeddings", family in {"gemma", "gemma2", "gemma3_text"})
@@ -172,7 +173,8 @@ def _llama(config: Mapping[str, Any]) -> Architecture:
     return Architecture(
         family=family, layers=layers, hidden_size=hidden, heads=heads, key_value_heads=key_value_heads,
         head_dim=head_dim, intermediate_size=own if routed else inner, vocabulary=vocabulary,
-        positions=int(config["max_position_embeddings"]), gated=True, experts=experts, active_experts=active,
+        positions=int(config.get("max_position_embeddings") or config["max_sequence_length"]),
+        gated=True, experts=experts, active_experts=active,
         parameters=embeddings + blocks + hidden,
     )  # fmt: skip
 
@@ -268,6 +270,9 @@ def _falcon(config: Mapping[str, Any]) -> Architecture:
         parameters=embeddings + layers * block + 2 * hidden,
     )  # fmt: skip
 
+
+_WITHOUT_BIASES = ("mistral", "mixtral", "phi3")
+"""Families whose attention has no biases, whatever `attention_bias` says."""
 
 _LIKE_LLAMA = (
     "llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text", "phi3", "mixtral",

@@ -13,7 +13,7 @@ from app.contract.architecture import Architecture
 UNLIMITED_POSITIONS = 2**20
 """The longest sequence of a model whose config names none: ALiBi and state spaces have no limit."""
 
-_TEXT_CONFIGS = ("text_config", "language_config", "llm_config", "decoder", "thinker_config")
+TEXT_CONFIGS = ("text_config", "language_config", "llm_config", "decoder", "thinker_config")
 LAYER_COUNTS = (
     "num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "num_decoder_layers",
 )  # fmt: skip
@@ -33,6 +33,12 @@ _POSITIONS = (
     "max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length", "seq_length",
     "max_target_positions",
 )  # fmt: skip
+SIZE_NAMES = (
+    (*LAYER_COUNTS, *_KINDS), _HIDDEN, _HEADS, _KEY_VALUE_HEADS, ("head_dim",), _INNER, ("vocab_size",),
+    _POSITIONS,
+)  # fmt: skip
+"""The names of each size that every family has."""
+
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts")
 _ACTIVE = (
     "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "moe_top_k", "top_k_experts",
@@ -63,7 +69,7 @@ _TIED = frozenset(
 
 def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The part of a config that describes the language model: all of it, unless there are several towers."""
-    for name in _TEXT_CONFIGS:
+    for name in TEXT_CONFIGS:
         part = config.get(name)
         if isinstance(part, Mapping) and _first(part, LAYER_COUNTS) is not None:
             return part

@@ -16,6 +16,7 @@ from transformers import (
 
 from app.planning.architectures import UnknownArchitecture, from_config, named
 from app.planning.catalogue import CATALOGUE, pretrained_base_of
+from tests.harness.config_defaults import FILE, as_text, default_sizes
 
 
 def counted(config: PreTrainedConfig) -> int:
@@ -68,6 +69,7 @@ SMALL: dict[str, Any] = {
         LlamaConfig(**SMALL, num_key_value_heads=2),
         LlamaConfig(**SMALL, attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
         MistralConfig(**SMALL, num_key_value_heads=2, head_dim=32),
+        MistralConfig(**SMALL, num_key_value_heads=2, attention_bias=True, mlp_bias=True),
         Qwen2Config(**SMALL, num_key_value_heads=2, tie_word_embeddings=True),
         Qwen3Config(**SMALL, num_key_value_heads=2, head_dim=32),
         OPTConfig(hidden_size=64, ffn_dim=96, num_hidden_layers=2, num_attention_heads=4, vocab_size=99),
@@ -103,8 +105,63 @@ def test_a_family_newer_than_the_list_is_estimated() -> None:
 
 
 @pytest.mark.parametrize(
-    "config", [{}, {"model_type": "t5"}, {"model_type": "gpt2"}, {"model_type": "gpt2", "n_layer": "x"}]
+    "config",
+    [{}, {"model_type": "t5"}, {"model_type": "gpt2", "n_layer": "x"}, {**NEWER, "vocab_size": None}],
 )
 def test_an_unsupported_config_gets_a_clear_error(config: dict[str, Any]) -> None:
     with pytest.raises(UnknownArchitecture):
         from_config(config)
+
+
+def test_the_default_sizes_are_those_of_the_installed_transformers() -> None:
+    """`python -m tests.harness.config_defaults` renews the list."""
+    assert FILE.read_text() == as_text(default_sizes())
+
+
+@pytest.mark.parametrize(
+    ("config", "sizes"),
+    [
+        pytest.param(
+            {
+                "model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"],
+                "text_config": {
+                    "hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text",
+                    "num_hidden_layers": 34, "sliding_window": 1024,
+                },
+            },
+            (34, 2560, 8, 4, 256, 262_208, 131_072), id="google/gemma-3-4b-it",
+        ),
+        pytest.param(
+            {
+                "model_type": "llava", "architectures": ["LlavaForConditionalGeneration"],
+                "text_config": {"max_position_embeddings": 4096, "model_type": "llama", "vocab_size": 32064},
+            },
+            (32, 4096, 32, 32, 128, 32_064, 4096), id="llava-hf/llava-1.5-7b-hf",
+        ),
+        pytest.param({"model_type": "gpt2", "vocab_size": 300}, (12, 768, 12, 12, 64, 300, 1024), id="gpt2"),
+        pytest.param(
+            {
+                "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+                "intermediate_size": 128, "vocab_size": 300, "max_sequence_length": 77,
+            },
+            (2, 64, 4, 4, 16, 300, 77), id="an old name of the context length",
+        ),
+    ],
+)  # fmt: skip
+def test_sizes_that_a_config_leaves_out_are_the_family_s_defaults(
+    config: dict[str, Any], sizes: tuple[int, ...]
+) -> None:
+    found = from_config(config)
+    names = ("layers", "hidden_size", "heads", "key_value_heads", "head_dim", "vocabulary", "positions")
+    assert tuple(getattr(found, name) for name in names) == sizes
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma", "gemma2", "gemma3_text", "mistral"])
+def test_parameters_are_counted_with_the_family_s_default_heads(family: str) -> None:
+    config = {
+        "model_type": family, "hidden_size": 96, "num_hidden_layers": 2, "num_attention_heads": 16,
+        "intermediate_size": 128, "vocab_size": 300, "max_position_embeddings": 128,
+    }  # fmt: skip
+    architecture = from_config(config)
+    assert not architecture.is_estimated
+    assert architecture.parameters == counted(AutoConfig.for_model(config.pop("model_type"), **config))

@@ -1,0 +1,47 @@
+"""Sizes that a config.json leaves out, because they are transformers' defaults for its family.
+
+The service does not import transformers, so config_defaults.json lists them;
+`python -m tests.harness.config_defaults` writes it, and a test compares it with the installed transformers.
+"""
+
+import json
+from collections.abc import Mapping
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from app.planning.estimated_sizes import SIZE_NAMES, TEXT_CONFIGS
+
+TEXT_FAMILY = "text_family"
+"""In the list: the family of the part of a config that describes the language model."""
+
+
+def completed(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json with the sizes that it leaves out, at the top and in its part about text. A size that it
+    gives under another name, or as null, is not added."""
+    found = _with_sizes(config, str(config.get("model_type")))
+    for name in TEXT_CONFIGS:
+        part = config.get(name)
+        if isinstance(part, Mapping):
+            family = part.get("model_type") or _defaults().get(str(config.get("model_type")), {}).get(
+                TEXT_FAMILY
+            )
+            found[name] = _with_sizes(part, str(family))
+    return found
+
+
+def _with_sizes(part: Mapping[str, Any], family: str) -> dict[str, Any]:
+    added = {}
+    for name, value in _defaults().get(family, {}).items():
+        synonyms = next((names for names in SIZE_NAMES if name in names), ())
+        if name not in part and synonyms and all(part.get(other) is None for other in synonyms):
+            added[name] = value
+    return {**part, **added}
+
+
+@cache
+def _defaults() -> dict[str, dict[str, Any]]:
+    """The defaults by family."""
+    content = files("app.planning").joinpath("config_defaults.json").read_text()
+    found: dict[str, dict[str, Any]] = json.loads(content)
+    return found
