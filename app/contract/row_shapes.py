@@ -16,6 +16,9 @@ _SHAREGPT_ROLES = {
 }  # fmt: skip
 """ShareGPT's names of speakers."""
 
+_REASONING = ("thinking", "reasoning")
+"""Other names of an answer's `reasoning_content`: in gpt-oss's data, and in the answers of some services."""
+
 _INPUTS, _OUTPUTS = ("input", "context"), ("output", "response")
 """The names in Alpaca's and Dolly's datasets."""
 
@@ -28,8 +31,9 @@ ColumnField = Literal[
 
 
 _BELONGING: dict[str, tuple[str, ...]] = {
-    "messages": ("tools", "functions"),
+    "messages": ("tools", "functions", "system"),
     "conversations": ("tools", "system"),
+    "chosen": ("tools", "system"),
     "instruction": ("input", "context", "system", "history"),
 }
 """Fields that belong to others, and are read with them."""
@@ -84,12 +88,13 @@ def canonical(row: dict[str, Any]) -> dict[str, Any]:
         _of_pair(found)
         return found
     if "messages" in found:
-        found["messages"] = _turns(_decoded(found["messages"], "messages"), "messages")
+        turns = _turns(_decoded(found["messages"], "messages"), "messages")
+        found["messages"] = _with_system(found, turns)
     elif "conversations" in found:
         turns = _turns(_decoded(found.pop("conversations"), "conversations"), "conversations")
         found["messages"] = _with_system(found, turns)
     elif _is_list(found.get("prompt")) and _is_list(found.get("completion")):
-        found["messages"] = _asked_and_answered(found)
+        found["messages"] = _with_system(found, _asked_and_answered(found))
     elif "instruction" in found and (output := _first(found, _OUTPUTS)) is not None:
         found["messages"] = _of_instruction(found, output)
     if "messages" in found:
@@ -132,15 +137,16 @@ def _of_pair(row: dict[str, Any]) -> None:
         shared, chosen, rejected = chosen[:common], chosen[common:], rejected[common:]
         if before is None:  # a prompt as text is, in such datasets, also the first of the shared turns
             before = shared or _as_user_turn(prompt)
-        elif not _is_same_beginning(before, shared):
-            before = [*before, *shared]
-        else:
+        elif _is_same_beginning(before, shared):
             before = shared
+        elif shared != before[len(before) - len(shared) :]:
+            before = [*before, *shared]
         row["messages"] = before
     else:
         raise BadShape("chosen and rejected are not both text, or both lists of messages")
     row["chosen"], row["rejected"] = chosen, rejected
     if "messages" in row:
+        row["messages"] = _with_system(row, row["messages"])
         _add_tools(row)
 
 
@@ -240,6 +246,7 @@ def _turns(messages: list[Any], name: str) -> list[Any]:
             turn["tool_calls"] = _named(turn["tool_calls"], f"{name}.{number}.tool_calls") or None
         if _is_list(turn.get("tool_calls")):
             turn["tool_calls"] = [_with_arguments(call) for call in turn["tool_calls"]]
+        _rename_reasoning(turn)
         for optional in ("weight", "name", "tool_calls", "tool_call_id", "reasoning_content"):
             if turn.get(optional, 1) is None:
                 del turn[optional]
@@ -247,6 +254,15 @@ def _turns(messages: list[Any], name: str) -> list[Any]:
             turn["content"] = ""
         made.append(turn)
     return made
+
+
+def _rename_reasoning(turn: dict[str, Any]) -> None:
+    """An answer's reasoning, whose names differ, under the name that transformers passes to all templates."""
+    for name in _REASONING:
+        if isinstance(turn.get(name), str) or turn.get(name, 1) is None:
+            reasoning = turn.pop(name)
+            if reasoning is not None and turn.get("reasoning_content") is None:
+                turn["reasoning_content"] = reasoning
 
 
 def _rename_sharegpt(turn: dict[str, Any], where: str) -> None:

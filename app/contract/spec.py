@@ -92,6 +92,9 @@ class ScheduleSpec(Frozen):
     warmup_steps: int | None
     """None: `warmup_ratio` of the steps, resolved once these are known."""
     warmup_ratio: float
+    warmup_rounds_up: bool = False
+    """Whether that share is rounded up to whole steps, as in transformers; jobs of earlier versions round it
+    down."""
     warmup_shape: WarmupShape
     warmup_start: float
     """Share of the peak rate at the first update."""

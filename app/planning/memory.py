@@ -4,9 +4,10 @@ Bytes throughout. The terms:
 
 - weights, gradients, optimizer states: parameters × bytes each; Adam keeps two states (Kingma and Ba, 2015).
 - activations that a layer keeps for its backward: after Korthikanti et al., "Reducing Activation
-  Recomputation in Large Transformer Models" (2022), section 4.1, counted in elements instead of bytes and
-  without the attention matrix, which scaled-dot-product attention does not keep; eager attention does.
-- logits: a chunk's logits in fp32, their probabilities and gradient; and the gradients of the hidden states
+  Recomputation in Large Transformer Models" (2022), section 4.1, without the attention matrix, which
+  scaled-dot-product attention does not keep (eager attention does), and with the residual stream and the
+  norms in fp32, as autocast leaves them. Families that keep more or less than Llama: `_KEPT_BY_FAMILY`.
+- logits: a chunk's logits in fp32, and their gradient; and the gradients of the hidden states
   and of the output head, which the chunked loss computes already in the forward pass.
 """
 
@@ -81,19 +82,52 @@ class Memory(Frozen):
         return self.model_copy(update=parts)
 
 
-def kept_per_token(architecture: Architecture, recipe: Recipe) -> int:
-    """Elements that one layer keeps for its backward, per token."""
+_NORM_BYTES, _NORM_BYTES_FP32 = 24, 28
+"""Bytes per token and unit of width that the two norms of a layer keep, with the residual stream in fp32: in
+half precision by autocast, and in fp32. Fitted to the simulation of Llama, Mistral, Qwen 2 and Phi 3, of
+which the formula then gives all activations within 3 %."""
+
+_KEPT_BY_FAMILY: dict[str, tuple[float, float]] = {
+    "gpt2": (1.45, 1.15), "llama": (1.0, 1.0), "qwen2": (1.0, 1.0), "mistral": (1.0, 1.0),
+    "phi3": (1.0, 1.05), "qwen3": (1.25, 1.2), "qwen3_moe": (1.46, 1.0), "mixtral": (1.6, 1.0),
+    "gemma2": (1.5, 1.25), "gemma3_text": (1.57, 1.25), "gpt_neox": (0.7, 0.8), "opt": (0.6, 0.55),
+    "bloom": (1.45, 1.0),
+    "falcon": (1.3, 1.0), "gpt_oss": (2.5, 1.3), "qwen2_moe": (1.35, 1.0), "qwen3_next": (1.4, 1.0),
+    "olmo": (0.9, 0.9), "olmo2": (1.25, 1.15), "olmo3": (1.35, 1.15), "olmoe": (1.7, 1.25),
+    "cohere": (1.0, 0.9), "starcoder2": (0.8, 0.8), "stablelm": (0.95, 0.95), "granite": (1.05, 1.0),
+    "glm": (1.05, 1.05), "smollm3": (1.05, 1.0), "nemotron": (0.8, 1.2), "mamba": (11.0, 6.7),
+    "falcon_mamba": (11.0, 6.7),
+}  # fmt: skip
+"""What a layer keeps, relative to the formula for Llama, in half precision and in fp32. As simulated for
+models of the catalogue (tests/profiling/test_formula.py), and for small ones of the other families."""
+
+_KEPT_BY_OTHERS = (1.4, 1.2)
+
+_KEPT_WITH_ADAPTERS = 0.9
+"""What a layer keeps with adapters, relative to full training: frozen layers need no inputs for gradients of
+their weights. Simulated for Llama 3.1 8B, Qwen3 4B and GPT-2: 0.79 to 1.02."""
+
+_LOGITS_COPIES = 2.25
+"""A chunk's logits in fp32, their gradient, and a margin for those that are scaled or capped."""
+
+_EAGER_ONLY = frozenset({"gpt_oss"})
+"""Families that have no attention but eager attention."""
+
+
+def kept_per_token(architecture: Architecture, recipe: Recipe) -> float:
+    """Bytes that one layer keeps for its backward, per token."""
     hidden, inner = architecture.hidden_size, architecture.intermediate_size
     key_value = 2 * architecture.key_value_heads * architecture.head_dim
     query = architecture.heads * architecture.head_dim
-    norms = 4 * hidden  # the input of each norm and its output
+    is_fp32 = recipe.precision in ("fp32", "tf32")
+    norms = hidden * (_NORM_BYTES_FP32 if is_fp32 else _NORM_BYTES)
     attention = query + key_value + 2 * query  # q, k, v, the output and what the projection takes
     feed_forward = (4 if architecture.gated else 3) * inner * architecture.active_experts
     if architecture.experts > 1:
         # An expert's input, its output, and its output multiplied by the routing weight.
         feed_forward += 3 * hidden * architecture.active_experts
-    masks = hidden if architecture.family in {"gpt2", "opt"} else 0  # two dropout masks, a byte per element
-    return norms + attention + feed_forward + masks
+    relative = _KEPT_BY_FAMILY.get(architecture.family, _KEPT_BY_OTHERS)[is_fp32]
+    return relative * (norms + (4 if is_fp32 else 2) * (attention + feed_forward))
 
 
 def step_memory(architecture: Architecture, recipe: Recipe, micro_batch: float, sequence: int) -> Memory:
@@ -108,11 +142,17 @@ def step_memory(architecture: Architecture, recipe: Recipe, micro_batch: float, 
     stored = 2 if recipe.precision == "pure_bf16" else 4
     parameters = architecture.parameters
     trained = parameters if recipe.lora is None else lora_parameters(architecture, recipe.lora)
-    layer = tokens * kept_per_token(architecture, recipe) * width
-    if recipe.attention == "eager":
+    chunk, logits = _logits(architecture, recipe, tokens)
+    layer = tokens * kept_per_token(architecture, recipe)
+    if recipe.attention == "eager" or architecture.family in _EAGER_ONLY:
         layer += 2 * micro_batch * architecture.heads * sequence * sequence * width
+    if recipe.lora is not None:
+        layer *= _KEPT_WITH_ADAPTERS
     if recipe.gradient_checkpointing:
-        activations = architecture.layers * tokens * architecture.hidden_size * width + layer
+        # Each layer's input, which is in fp32 under autocast; and either a chunk's logits or one layer, which
+        # is computed again once most of the logits are gone.
+        inputs = architecture.layers * tokens * architecture.hidden_size * max(stored, width)
+        activations = inputs + max(0.0, layer - chunk / 2)
     else:
         activations = architecture.layers * layer
     casts = recipe.precision in ("bf16", "fp16")
@@ -128,23 +168,26 @@ def step_memory(architecture: Architecture, recipe: Recipe, micro_batch: float, 
         states = 0
     if recipe.optimizer_on_cpu:
         states = 0
-    rows = min(tokens, rows_of_chunk(architecture.vocabulary, recipe.device))
-    rows = tokens if architecture.family in OWN_LOGITS else rows
-    logits = rows * architecture.vocabulary * 3 * 4 + tokens * architecture.hidden_size * 4
-    logits += architecture.vocabulary * architecture.hidden_size * 4 if recipe.lora is None else 0
-    if (
-        recipe.scores
-    ):  # of each sequence's last token; their layer is far smaller than the head that it replaces
-        logits = 0
     return Memory(
         weights_bytes=int(weights),
         gradients_bytes=trained * gradient,
         optimizer_bytes=int(trained * stored * states),
         activations_bytes=int(activations),
-        logits_bytes=int(logits),
+        logits_bytes=int(chunk + logits),
         workspace_bytes=workspace_bytes(recipe.device),
         context_bytes=context_bytes(recipe),
     )
+
+
+def _logits(architecture: Architecture, recipe: Recipe, tokens: float) -> tuple[float, float]:
+    """Bytes of a chunk's logits, and of what the loss keeps for the backward pass: the gradients of the
+    hidden states and of the output head. None if sequences are scored, whose layer is far smaller."""
+    if recipe.scores:
+        return 0.0, 0.0
+    rows = min(tokens, rows_of_chunk(architecture.vocabulary, recipe.device))
+    rows = tokens if architecture.family in OWN_LOGITS else rows
+    head = architecture.vocabulary * architecture.hidden_size * 4 if recipe.lora is None else 0
+    return rows * architecture.vocabulary * _LOGITS_COPIES * 4, tokens * architecture.hidden_size * 4 + head
 
 
 def _frozen_weight_bytes(architecture: Architecture, recipe: Recipe, stored: int) -> float:

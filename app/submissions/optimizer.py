@@ -50,6 +50,7 @@ def schedule_spec(training: TrainingConfig) -> ScheduleSpec:
         name=training.lr_scheduler,
         warmup_steps=training.warmup_steps,
         warmup_ratio=training.warmup_ratio or 0.0,
+        warmup_rounds_up=True,
         warmup_shape=training.warmup_shape,
         **{**unused, **own},
     )

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from app.contract.data_formats import BadLine, parse_line
+from app.contract.data_formats import BadLine, Chat, parse_line, parse_row, unused_keys
 
 
 @pytest.mark.parametrize(
@@ -48,3 +48,41 @@ def test_a_text_s_label_keeps_its_spelling(label: str) -> None:
     """It is the name of a class; only labelled answers have true and false."""
     form, sample = parse_line(json.dumps({"text": "a", "label": label}))
     assert (form, sample.label) == ("classification", label.strip() if False else label)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {
+            "system": "S",
+            "messages": [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}],
+        },
+        {
+            "system": "S",
+            "conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}],
+        },
+        {
+            "system": "S",
+            "prompt": [{"role": "user", "content": "Q"}],
+            "completion": [{"role": "assistant", "content": "A"}],
+        },
+        {"system": "S", "instruction": "Q", "output": "A"},
+    ],
+)
+def test_a_system_column_begins_any_chat(row: dict[str, object]) -> None:
+    _, chat = parse_row(row)
+    assert isinstance(chat, Chat)
+    assert [each.content for each in chat.messages] == ["S", "Q", "A"]
+    assert not unused_keys(chat)
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
+def test_an_answer_s_reasoning_has_one_name(name: str) -> None:
+    turns = [
+        {"role": "user", "content": "Q", name: None},
+        {"role": "assistant", "content": "A", name: "because", "reasoning_content": "because"},
+    ]
+    _, chat = parse_row({"messages": turns})
+    assert isinstance(chat, Chat)
+    assert [each.reasoning_content for each in chat.messages] == [None, "because"]
+    assert not unused_keys(chat)

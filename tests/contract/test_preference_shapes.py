@@ -102,3 +102,23 @@ def test_what_is_no_pair_is_named(row: dict[str, Any], why: str) -> None:
 def test_a_label_that_is_missing_is_named() -> None:
     with pytest.raises(BadLine, match="label: missing"):
         parse_row({"prompt": "p", "completion": "c"}, "unpaired_preference")
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"system": "S", "prompt": "Q", "chosen": [*ASKED, answer("a")], "rejected": [*ASKED, answer("b")]},
+        {"system": "S", "messages": ASKED, "chosen": [answer("a")], "rejected": [answer("b")]},
+        {"system": "S", "prompt": ASKED, "chosen": "a", "rejected": "b"},
+        {
+            "messages": [{"role": "system", "content": "S"}, *ASKED],
+            "chosen": [*ASKED, answer("a")],
+            "rejected": [*ASKED, answer("b")],
+        },
+    ],
+)
+def test_a_pair_has_its_system_text_and_its_question_once(row: dict[str, Any]) -> None:
+    _, pair = parse_row(row)
+    assert isinstance(pair, ChatPair)
+    assert [(each.role, each.content) for each in pair.messages] == [("system", "S"), ("user", "Q")]
+    assert [[each.content for each in own] for own in (pair.chosen, pair.rejected)] == [["a"], ["b"]]

@@ -461,3 +461,26 @@ def test_unknown_keys_of_the_data_are_reported_once(tmp_path: Path) -> None:
     [event] = events_of_kind(run, "data")
     assert event["level"] == "warning"
     assert "unknown keys, ignored: 'id', 'source'" in event["message"]
+
+
+def test_a_requested_stop_keeps_the_current_weights_even_with_early_stopping(tmp_path: Path) -> None:
+    share = ValidationSpec(file_id=None, sha256=None, format=None, share=0.2)
+    spec = make_spec(
+        data=small_data(validation=share), max_steps=60, eval_every=2, save_every=100,
+        optimizer=make_optimizer("adamw", 0.03), early_stopping=EarlyStopping(patience=50),
+    )  # fmt: skip
+    run = create_run(tmp_path / "run", spec)
+    interrupted_at(run, 150)
+    create_run(tmp_path / "run", spec, attempt=2)
+    run.request_finish()
+    outcome = run_to_end(run)
+    assert outcome.best_step is not None
+    assert outcome.best_step < outcome.steps < 60
+    (newest, *_) = newest_first(run.checkpoints)
+    kept = load_file(newest / "model.safetensors")
+    assert all(
+        torch.equal(tensor, weights(run)[name]) for name, tensor in kept.items() if name in weights(run)
+    )
+    assert not events_of_kind(run, "best")
+    last = events_of_kind(run, "evaluation")[-1]["data"]
+    assert (outcome.eval_loss, outcome.steps) == (last["loss"], last["step"])

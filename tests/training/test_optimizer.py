@@ -11,11 +11,12 @@ from app.contract.memory_profile import Recipe
 from app.contract.spec import OptimizerName
 from app.planning.architectures import named
 from app.planning.memory import step_memory
+from tests.harness.any_family import make_any, small_config
 from tests.harness.specs import make_optimizer as make_optimizer_spec
 from workers.training.checkpoints import checkpoint
 from workers.training.checkpoints.state import Progress, RunState
 from workers.training.models.parameters import Parameters
-from workers.training.optimizer import OnHost, make_optimizer, set_rate
+from workers.training.optimizer import OnHost, biases_and_gains, make_optimizer, set_rate
 
 CPU = torch.device("cpu")
 NAMES = [name for name in get_args(OptimizerName) if name != "adamw_8bit"]
@@ -77,3 +78,20 @@ def test_predicted_gpu_memory_excludes_offloaded_optimizer_states() -> None:
     moved = step_memory(gpt2, recipe.model_copy(update={"optimizer_on_cpu": True}), 4, 512)
     assert (moved.optimizer_bytes, beside.optimizer_bytes) == (0, gpt2.parameters * 8)
     assert moved.gradients_bytes == beside.gradients_bytes
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "cohere"])
+def test_biases_and_gains_have_no_weight_decay_whatever_their_shape(family: str) -> None:
+    config = small_config(family)
+    if family == "cohere":
+        config.use_qk_norm = True
+    made = make_any(config)
+    named = dict(made.named_parameters())
+    undecayed = {named[name] for name in biases_and_gains(made)}
+    spec = make_optimizer_spec("adamw").model_copy(update={"weight_decay": 0.1})
+    optimizer = make_optimizer(spec, made.parameters(), undecayed=undecayed)
+    decays = {p: group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    for name, parameter in named.items():
+        plain = parameter.ndim < 2 or name.endswith("bias") or "norm" in name
+        assert (decays[parameter] == 0.0) == plain, name
+    assert any(parameter.ndim > 1 for parameter in undecayed), "the case that this test is about"

@@ -14,7 +14,8 @@ from workers.training.training_run import TrainingRun
 
 
 def finish(training: TrainingRun) -> Outcome:
-    """Saves the model (with early stopping, the best one) and returns how the run ended.
+    """Saves the model (with early stopping, the best one, unless a user has requested the model as it is) and
+    returns how the run ended.
 
     Raises:
         CannotTrain: no window made a step, or no step changed a weight, so that the model is untrained.
@@ -27,10 +28,8 @@ def finish(training: TrainingRun) -> Outcome:
     assignment, evaluations = training.assignment, training.state.evaluations
     if not training.state.progress.stopped_early:  # a run that was stopped keeps the model as it is
         guards.check_weights_changed(model, training.run.digest_of_base())
-    has_other_best = assignment.spec.early_stopping is not None and evaluations.best_step not in (
-        None,
-        training.state.step,
-    )
+    keeps_best = assignment.spec.early_stopping is not None and not training.state.progress.stop_requested
+    has_other_best = keeps_best and evaluations.best_step not in (None, training.state.step)
     best = checkpoint.best(training.run.checkpoints) if has_other_best else None
     if has_other_best and best is None:
         message = (

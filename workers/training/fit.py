@@ -150,7 +150,8 @@ def train(training: TrainingRun) -> None:
 
 def _stop_early(training: TrainingRun) -> None:
     """Ends training early, since a user has requested the model as it is now."""
-    training.state.progress.stopped_early = True
+    progress = training.state.progress
+    progress.stopped_early = progress.stop_requested = True
     message = f"Stopped as requested at step {training.state.step} of {training.steps_total}."
     training.reporter.event("stopped_early", message)
 

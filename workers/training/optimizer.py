@@ -1,7 +1,8 @@
 """Builds optimizers, and selects the parameters that get weight decay."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from importlib import import_module
+from itertools import compress
 from typing import Any
 
 import torch
@@ -13,18 +14,34 @@ from workers.training.models.parameters import Parameters
 
 
 def make_optimizer(
-    spec: OptimizerSpec, parameters: Iterable[nn.Parameter], host: torch.device | None = None
+    spec: OptimizerSpec,
+    parameters: Iterable[nn.Parameter],
+    host: torch.device | None = None,
+    undecayed: Collection[Tensor] = (),
 ) -> torch.optim.Optimizer:
     """The optimizer of a spec over the trainable parameters; only matrices have weight decay.
 
     Args:
         host: the device of its states and arithmetic; None for that of the parameters.
+        undecayed: matrices without weight decay (`biases_and_gains`).
 
     Raises:
         CannotTrain: its package is not installed.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    return OnHost(spec, trained, host) if host is not None else _make(spec, trained)
+    decays = [parameter.ndim >= 2 and parameter not in undecayed for parameter in trained]
+    return OnHost(spec, trained, decays, host) if host is not None else _make(spec, trained, decays)
+
+
+def biases_and_gains(model: nn.Module) -> set[str]:
+    """The names of biases, and of all parameters of norms. In some families they have two dimensions: the
+    biases of gpt-oss's experts, and the gains of Cohere's norms of queries and keys."""
+    return {
+        f"{owner}.{name}" if owner else name
+        for owner, module in model.named_modules()
+        for name, _ in module.named_parameters(recurse=False)
+        if name == "bias" or name.endswith("_bias") or "norm" in type(module).__name__.lower()
+    }
 
 
 class OnHost(torch.optim.Optimizer):
@@ -34,9 +51,15 @@ class OnHost(torch.optim.Optimizer):
     The arithmetic is that of the optimizer itself, in the same precision.
     """
 
-    def __init__(self, spec: OptimizerSpec, trained: Sequence[nn.Parameter], host: torch.device) -> None:
+    def __init__(
+        self,
+        spec: OptimizerSpec,
+        trained: Sequence[nn.Parameter],
+        decays: Sequence[bool],
+        host: torch.device,
+    ) -> None:
         self._pairs = [(p, nn.Parameter(p.detach().to(host, copy=True))) for p in trained]
-        self._own = _make(spec, [copy for _, copy in self._pairs])
+        self._own = _make(spec, [copy for _, copy in self._pairs], decays)
         self._share_state()
 
     def _share_state(self) -> None:
@@ -77,10 +100,17 @@ def _sgd_can_be_fused(trained: Sequence[nn.Parameter]) -> bool:
     return not any(p.device.type == "cpu" and p.dtype.itemsize < torch.float32.itemsize for p in trained)
 
 
-def _make(spec: OptimizerSpec, trained: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+def _make(
+    spec: OptimizerSpec, trained: Sequence[nn.Parameter], decays: Sequence[bool]
+) -> torch.optim.Optimizer:
+    """The optimizer.
+
+    Args:
+        decays: whether each of the parameters has weight decay.
+    """
     groups: list[dict[str, Any]] = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": spec.weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+        {"params": list(compress(trained, decays)), "weight_decay": spec.weight_decay},
+        {"params": [p for p, own in zip(trained, decays, strict=True) if not own], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
     rate = spec.learning_rate

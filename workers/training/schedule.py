@@ -1,6 +1,6 @@
 """The learning rate as a pure function of the number of updates, so no scheduler state is saved."""
 
-from math import cos, pi
+from math import ceil, cos, pi
 from typing import assert_never
 
 from app.contract.spec import ScheduleSpec
@@ -10,7 +10,8 @@ def warmup_of(schedule: ScheduleSpec, steps_total: int) -> int:
     """The number of warmup updates."""
     if schedule.warmup_steps is not None:
         return schedule.warmup_steps
-    return int(schedule.warmup_ratio * steps_total)
+    updates = schedule.warmup_ratio * steps_total
+    return ceil(updates) if schedule.warmup_rounds_up else int(updates)
 
 
 def rate_factor(schedule: ScheduleSpec, step: int, steps_total: int) -> float:

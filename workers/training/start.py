@@ -48,7 +48,7 @@ from workers.training.models.dropout import turn_dropout_off
 from workers.training.models.model_parts import embeddings_of, longrope_short_length, padding_token
 from workers.training.models.parameters import Parameters
 from workers.training.models.trainable import recompute_activations
-from workers.training.optimizer import make_optimizer
+from workers.training.optimizer import biases_and_gains, make_optimizer
 from workers.training.recovery import guards
 from workers.training.replica import Replica
 from workers.training.reporting.trackers import Trackers
@@ -187,9 +187,11 @@ def _replica(
     balance = load_balancing_loss_of(model, spec.aux_scope)
     token_loss = TokenLoss(model, smoothing=spec.label_smoothing, routed=balance is not None)
     token_loss.passes_boundaries = spec.attention == "flash_attention_2" and not spec.compile
+    without_decay = biases_and_gains(token_loss.model)
     parameters = place_parameters(assignment, token_loss, device, group)
     host = torch.device("cpu") if spec.use_cpu_offload and device.type == "cuda" else None
-    optimizer = make_optimizer(spec.optimizer, parameters.trained.values(), host)
+    undecayed = {own for name, own in parameters.trained.items() if name in without_decay}
+    optimizer = make_optimizer(spec.optimizer, parameters.trained.values(), host, undecayed)
     state = _resume(run, parameters, optimizer, reporter, group)
     state.budgets += [LearnedBudget() for _ in plan.ranks[len(state.budgets) :]]
     apply_learned(run, plan, state, reporter, group)

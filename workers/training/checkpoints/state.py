@@ -28,6 +28,8 @@ class Progress:
     trained_tokens: int = 0
     """Target tokens of the steps made."""
     stopped_early: bool = False
+    stop_requested: bool = False
+    """Whether it was stopped early because a user requested the model as it is."""
 
 
 @dataclass

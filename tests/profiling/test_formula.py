@@ -1,0 +1,52 @@
+"""The formula, which answers where there is no simulation, beside the simulation."""
+
+import pytest
+
+from app.contract.memory_profile import Recipe
+from app.planning.architectures import from_config
+from app.planning.catalogue import CATALOGUE
+from app.planning.estimate import ByFormula, ByProfile
+from workers.profiling.profile import make_profile
+
+LEAST, MOST = 0.93, 1.25
+"""What the formula may predict, relative to the simulation: too little would end in a lack of memory."""
+
+SEQUENCE = 512
+
+
+FAMILIES = (
+    "gpt2", "llama", "qwen3", "mixtral", "gemma2", "gemma3_text", "gpt_neox", "opt", "bloom", "falcon",
+)  # fmt: skip
+"""Those whose layers differ."""
+
+
+def model_of(family: str) -> str:
+    """The first model of a family in the catalogue, but not the tiny one, whose memory is mostly CUDA's."""
+    return next(
+        name
+        for name, config in CATALOGUE.items()
+        if config["model_type"] == family and name != "accrue/tiny-gpt2"
+    )
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        pytest.param(Recipe(device="cuda", precision="bf16"), id="bf16"),
+        pytest.param(Recipe(device="cuda", precision="fp32"), id="fp32"),
+        pytest.param(
+            Recipe(device="cuda", precision="bf16", gradient_checkpointing=True), id="checkpointing"
+        ),
+    ],
+)
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(family, marks=() if family == "qwen3" else pytest.mark.thorough) for family in FAMILIES],
+)
+def test_the_formula_is_close_to_the_simulation(family: str, recipe: Recipe) -> None:
+    config = CATALOGUE[model_of(family)]
+    simulated = ByProfile(make_profile(config, recipe, SEQUENCE).curve, recipe, "simulated")
+    formula = ByFormula(from_config(config), recipe, SEQUENCE)
+    for rows in (1, 8, 16):
+        own, true = (each.memory(rows).peak_process_bytes for each in (formula, simulated))
+        assert LEAST <= own / true <= MOST, (rows, own / true)
