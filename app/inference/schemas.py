@@ -6,7 +6,7 @@ and `repetition_penalty` are named as in vLLM and transformers; clients send the
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, StringConstraints, field_validator, model_validator
+from pydantic import AliasChoices, BeforeValidator, Field, StringConstraints, field_validator, model_validator
 
 from app.contract.base import Flag, Request, ResponseModel, ShortText
 from app.contract.data_formats import Role
@@ -124,7 +124,9 @@ class ChatMessage(Request):
     role: Role
     content: Text | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     name: Annotated[str, StringConstraints(max_length=200)] | None = None
-    reasoning_content: Text | None = None
+    reasoning_content: Text | None = Field(
+        None, validation_alias=AliasChoices("reasoning_content", "reasoning", "thinking")
+    )
     refusal: Text | None = Field(None, description="Ignored")
     annotations: Annotated[list[Any], Field(max_length=0)] | None = Field(None, description="Ignored")
     audio: None = Field(None, description="Ignored")

@@ -100,6 +100,19 @@ def test_what_the_openai_client_sends_as_null_is_accepted(client: TestClient, da
     assert refused.status_code == 400
 
 
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
+def test_the_reasoning_of_an_answer_may_have_any_of_its_names(
+    client: TestClient, database: Database, name: str
+) -> None:
+    turns = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A", name: "because"}]
+    asked = {"role": "user", "content": "And?"}
+    with answering(database, says("Hello")) as seen:
+        answer = client.post(CHAT, json={**HELLO, "messages": [*turns, asked]})
+    assert answer.status_code == 200, answer.text
+    assert seen[0].messages is not None
+    assert seen[0].messages[1] == {"role": "assistant", "content": "A", "reasoning_content": "because"}
+
+
 def test_a_chat_as_a_whole(client: TestClient, database: Database) -> None:
     with answering(database, says("Hel", "lo")) as seen:
         answer = client.post(CHAT, json={**HELLO, "temperature": 0, "stop": "x", "seed": 3, "top_k": 2})

@@ -13,6 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from peft import PeftModel
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
 from app.contract.model_reference import LoraSpec
@@ -39,9 +40,11 @@ from tests.harness.specs import make_optimizer
 from tests.harness.training import finished, interrupted_at, raw_log, run_to_end, trains_alike, weights
 from workers.training.data.preparation import Samples, prepare
 from workers.training.exceptions import CannotTrain
+from workers.training.losses.loss import _of_each_state
 from workers.training.losses.objectives import log1mexp
 from workers.training.micro_batches.batches import BatchLayout, Groups, cut_window
 from workers.training.models.dropout import restore_dropout, turn_dropout_off
+from workers.training.models.head import Head
 from workers.training.models.tiny_gpt2 import make_tokenizer
 from workers.training.replica import Replica
 
@@ -396,3 +399,33 @@ def test_a_model_without_dropout_is_left_as_it_is() -> None:
     assert model.config.summary_first_dropout > 0
     assert not turn_dropout_off(model)
     assert model.config.summary_first_dropout > 0
+
+
+@pytest.mark.parametrize(("scale", "cap"), [(1.0, None), (0.5, 3.0)])
+def test_the_losses_of_targets_take_one_tensor_of_logits(
+    monkeypatch: pytest.MonkeyPatch, scale: float, cap: float | None
+) -> None:
+    torch.manual_seed(0)
+    hidden, targets = torch.randn(7, 16), torch.randint(0, 1000, (7,))
+    monkeypatch.setattr(Head, "rows", 4)
+    head = Head(torch.nn.Linear(16, 1000, bias=False), scale, cap)
+    logits = hidden @ head.weight.T * scale
+    logits = logits if cap is None else torch.tanh(logits / cap) * cap
+    large: set[int] = set()
+
+    class Watching(TorchDispatchMode):
+        """Notes where tensors of the size of a chunk's logits are."""
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            found = func(*args, **(kwargs or {}))
+            if isinstance(found, torch.Tensor) and found.numel() == 4 * 1000:
+                large.add(found.data_ptr())
+            return found
+
+    with Watching():
+        each = _of_each_state(hidden[:4], targets[:4], head)
+    assert len(large) == 1
+    whole = _of_each_state(hidden, targets, head)
+    expected = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
+    assert torch.allclose(whole, expected, rtol=1e-5, atol=1e-6)
+    assert torch.equal(each, whole[:4])

@@ -327,10 +327,17 @@ def _of_each(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def _of_each_state(hidden: Tensor, targets: Tensor, head: Head) -> Tensor:
-    """The cross-entropy of each hidden state's target, chunk by chunk."""
+    """The cross-entropy of each hidden state's target, chunk by chunk. Has no gradient."""
     parts = [slice(start, start + head.rows) for start in head.starts(len(hidden))]
-    each = [_of_each(head.logits(hidden[part]), targets[part]) for part in parts]
+    each = [_of_each_in_place(head.logits(hidden[part]), targets[part]) for part in parts]
     return torch.cat(each) if each else hidden.new_zeros(0)
+
+
+def _of_each_in_place(logits: Tensor, targets: Tensor) -> Tensor:
+    """Each target's cross-entropy. Needs no memory besides the logits, which it overwrites."""
+    logits.sub_(logits.amax(1, keepdim=True))
+    own = logits.gather(1, targets.unsqueeze(1)).squeeze(1)
+    return logits.exp_().sum(1).log_() - own
 
 
 def boundaries(batch: MicroBatch) -> dict[str, Any]:

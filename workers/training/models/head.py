@@ -44,10 +44,13 @@ class Head:
         return self.scale == 1.0 and self.cap is None
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """The logits of hidden states, at least fp32; used only where no gradient is needed."""
-        found = F.linear(hidden.to(self.weight.dtype), self.weight, self.bias)
-        found = found.to(torch.promote_types(found.dtype, torch.float32)) * self.scale
-        return found if self.cap is None else torch.tanh(found / self.cap) * self.cap
+        """The logits of hidden states, at least fp32; used only where no gradient is needed. With weights in
+        fp32, they are the only tensor of their size."""
+        found = F.linear(hidden.to(self.weight.dtype), self.weight, self.bias).detach()
+        found = found.to(torch.promote_types(found.dtype, torch.float32))
+        if self.scale != 1.0:
+            found.mul_(self.scale)
+        return found if self.cap is None else found.div_(self.cap).tanh_().mul_(self.cap)
 
     def starts(self, positions: int) -> Sequence[int]:
         """Where each chunk begins."""
