@@ -7,6 +7,7 @@ from typing import Annotated
 from fastapi import Path
 from fastapi.responses import Response, StreamingResponse
 
+from app.contract.base import Page
 from app.contract.export import FILES, ExportOrder, ExportResult
 from app.contract.model_reference import REWARD, ModelReference
 from app.contract.spec import Spec
@@ -15,7 +16,6 @@ from app.exports import requests
 from app.exports.schemas import (
     ExportCommands,
     ExportDeleted,
-    ExportList,
     ExportRequest,
     ExportResponse,
 )
@@ -40,6 +40,7 @@ from app.web.dependencies import (
     Slowly,
     StreamOf,
 )
+from app.web.pagination import page_of
 from app.web.routers import native_router
 
 router = native_router("/training", tags=["training"], route_class=SessionRoute)
@@ -124,9 +125,10 @@ def _order(requested: ExportRequest, spec: Spec, name: str, model: ModelReferenc
 
 
 @router.get("/{training_id}/exports", summary="A job's exports, newest first")
-def list_exports(session: Reading, training_id: JobId) -> ExportList:
+def list_exports(session: Reading, training_id: JobId) -> Page[ExportResponse]:
     transitions.get(session, training_id)
-    return ExportList(data=[_answer(each) for each in requests.of_job(session, training_id)])
+    found = [_answer(each) for each in requests.of_job(session, training_id)]
+    return page_of(found, lambda export: export.id, requests.MAX_KEPT, None)
 
 
 @router.get("/{training_id}/exports/{export_id}", summary="An export")
@@ -203,8 +205,8 @@ def _answer(export: Export) -> ExportResponse:
         type=result.type if succeeded else order.type,
         status=export.status,
         error=export.error,
-        created_at=export.created_at,
-        finished_at=export.finished_at,
+        created_at=int(export.created_at),
+        finished_at=None if export.finished_at is None else int(export.finished_at),
         files=list(result.files),
         bytes=sum(each.bytes for each in result.files),
         verification=result.verification,

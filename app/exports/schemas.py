@@ -50,8 +50,8 @@ class ExportResponse(ResponseModel):
     type: ExportType | None = Field(description="Type of the weights; null for adapters, or not known yet")
     status: ExportStatus
     error: str | None = Field(description="Why it failed")
-    created_at: float = Field(description="Unix seconds")
-    finished_at: float | None
+    created_at: int = Field(description="Unix seconds")
+    finished_at: int | None
     files: list[ExportedFile]
     bytes: int = Field(description="Of all files")
     verification: Verification | None = Field(
@@ -60,10 +60,6 @@ class ExportResponse(ResponseModel):
     notes: list[str]
     commands: ExportCommands | None = Field(description="null until it has succeeded")
     download: str | None = Field(description="Address of its files as a tar; null until it has succeeded")
-
-
-class ExportList(ResponseModel):
-    data: list[ExportResponse]
 
 
 class ExportDeleted(ResponseModel):

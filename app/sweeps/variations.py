@@ -82,7 +82,7 @@ def _check(swept: SweepRequest) -> None:
                 field=f"vary.{field}",
             )
         try:
-            distinct = {json.dumps(value, sort_keys=True, allow_nan=False) for value in values}
+            distinct = {json.dumps(_plain(value), sort_keys=True, allow_nan=False) for value in values}
         except ValueError:
             raise Unprocessable(
                 f"vary.{field} has a number that is not finite.", field=f"vary.{field}"
@@ -100,6 +100,11 @@ def _check(swept: SweepRequest) -> None:
             "keys are possible.",
             field="metadata",
         )
+
+
+def _plain(value: Any) -> Any:
+    """A value for comparison: a whole number is the same with a decimal point (0 and 0.0)."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _path(field: str) -> list[str]:

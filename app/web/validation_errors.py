@@ -93,9 +93,13 @@ def field_problems(
         requested: the model of the route's body.
     """
     by_field: dict[str, list[Mapping[str, Any]]] = {}
-    for error in errors[:_MAX_EXAMINED]:
-        by_field.setdefault(".".join(_until_a_union(error)) or "body", []).append(error)
     found: dict[str, FieldProblem] = {}
+    for error in errors[:_MAX_EXAMINED]:
+        if error["loc"][:1] == ("header",):
+            name = str(error["loc"][-1]).title()  # such as Idempotency-Key
+            found[name] = FieldProblem(field=name, message=_message(error))
+            continue
+        by_field.setdefault(".".join(_until_a_union(error)) or "body", []).append(error)
     for field, own in by_field.items():
         problem = _of_one(own[0], requested) if len(own) == 1 else _of_a_union(field, own, requested)
         found.setdefault(problem.field, problem)

@@ -55,7 +55,11 @@ def test_an_export_is_made_once(client: TestClient, database: Database, settings
     assert [answer.status_code for answer in answers] == [202, 202], answers[0].text
     assert answers[0].json() == answers[1].json()
     assert answers[1].headers["idempotency-replayed"] == "true"
-    assert len(client.get(path).json()["data"]) == 1
+    made = answers[0].json()
+    assert client.get(path).json() == {
+        "object": "list", "data": [made], "has_more": False, "first_id": made["id"], "last_id": made["id"],
+    }  # fmt: skip
+    assert isinstance(made["created_at"], int)
 
 
 def test_an_idempotency_key_is_rejected_for_a_different_request(client: TestClient) -> None:
@@ -91,3 +95,9 @@ def test_a_hundred_concurrent_repeats_create_one_job(client: TestClient, setting
     assert len({answer.json()["id"] for answer in answers}) == 1
     assert len(client.get(PATH).json()["data"]) == 1
     assert len(list(settings.files_dir.iterdir())) == 1
+
+
+def test_an_idempotency_key_that_is_too_long_is_named(client: TestClient) -> None:
+    answer = client.post("/gradient-accumulation/config", json={}, headers={"Idempotency-Key": "k" * 300})
+    assert answer.status_code == 422
+    assert [problem["field"] for problem in answer.json()["errors"]] == ["Idempotency-Key"]

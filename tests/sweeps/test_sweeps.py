@@ -182,6 +182,7 @@ def test_any_field_can_vary(
         ({"vary": {"training_config.seed": list(range(11)), "training_config.epochs": list(range(1, 11))}},
          "vary", "would give 110"),
         ({"vary": {"learning_rate": [1e-4, 1e-4]}}, "vary.learning_rate", "a value twice"),
+        ({"vary": {"training_config.weight_decay": [0, 0.0]}}, "vary.training_config.weight_decay", "twice"),
         ({"vary": {"learning_rate": [1e-4, -1]}}, "vary",
          "With learning_rate -1: training_config.learning_rate"),
         ({"vary": {"learning_rat": [1e-4, 1e-3]}}, "vary", "learning_rat: there is no such"),
