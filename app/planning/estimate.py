@@ -220,7 +220,9 @@ class ByMeasurement:
 class ByComparison:
     """An estimate by formula, scaled by the formula's known error for a similar step.
 
-    Two steps can then be compared even if only one of them has a profile or measurements.
+    Two steps can then be compared even if only one of them has a profile or measurements. What a step keeps
+    (weights, gradients, optimizer states) and what it needs for a while (activations, logits, workspaces)
+    are scaled separately: a change may affect only one of the two.
     """
 
     formula: Estimate
@@ -237,7 +239,19 @@ class ByComparison:
             estimate.memory(rows, accumulating=accumulating)
             for estimate in (self.formula, self.known, self.known_by_formula)
         )
-        return own.scaled(known.peak_process_bytes / estimated.peak_process_bytes)
+        parts: dict[str, int] = {}
+        for names in (*((name,) for name in _KEPT), _TEMPORARY, ("context_bytes",)):
+            true, guess = (sum(getattr(memory, name) for name in names) for memory in (known, estimated))
+            parts |= {name: round(getattr(own, name) * (true / guess if guess else 1.0)) for name in names}
+        ratio = (
+            own.reserved_over_allocated * known.reserved_over_allocated / estimated.reserved_over_allocated
+        )
+        return own.model_copy(update={**parts, "reserved_over_allocated": ratio})
+
+
+_KEPT = ("weights_bytes", "gradients_bytes", "optimizer_bytes")
+_TEMPORARY = ("activations_bytes", "logits_bytes", "workspace_bytes")
+"""Which of these there are at the peak depends on when it is, so they are scaled together."""
 
 
 EstimateOf = Callable[[Recipe, int], Estimate]

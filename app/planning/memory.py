@@ -76,11 +76,6 @@ class Memory(Frozen):
     def peak_process_bytes(self) -> int:
         return self.peak_reserved_bytes + self.context_bytes
 
-    def scaled(self, factor: float) -> "Memory":
-        """Every part multiplied by `factor`."""
-        parts = {name: round(factor * size) for name, size in self if name.endswith("_bytes")}
-        return self.model_copy(update=parts)
-
 
 _NORM_BYTES, _NORM_BYTES_FP32 = 24, 28
 """Bytes per token and unit of width that the two norms of a layer keep, with the residual stream in fp32: in

@@ -63,7 +63,38 @@ class ByPoint:
     expected_error: float | None = None
 
     def memory(self, rows: float, *, accumulating: bool = True) -> Memory:
-        return step_memory(GPT2, BF16, rows, 512).scaled(self.off)
+        return scaled(step_memory(GPT2, BF16, rows, 512), self.off)
+
+
+def scaled(memory: Memory, factor: float, *names: str) -> Memory:
+    """Parts of memory, or all of them, multiplied by `factor`."""
+    parts = {
+        name: round(factor * size)
+        for name, size in memory
+        if name.endswith("_bytes") and (not names or name in names)
+    }
+    return memory.model_copy(update=parts)
+
+
+def test_a_change_of_activations_is_compared_by_the_error_of_activations() -> None:
+    """A formula whose activations are half of the true ones, and whose weights are right."""
+
+    class Simulated(ByPoint):
+        def memory(self, rows: float, *, accumulating: bool = True) -> Memory:
+            names = ("activations_bytes", "logits_bytes", "workspace_bytes")
+            return scaled(step_memory(GPT2, BF16, rows, 512), self.off, *names)
+
+    known = Simulated(2.0)
+
+    def estimates(recipe: Recipe, sequence: int) -> Estimate:
+        return known if recipe == BF16 else ByFormula(GPT2, recipe, sequence)
+
+    checkpointed = changed(gradient_checkpointing=True)
+    found = comparable_estimates(estimates, GPT2, BF16, 512)(checkpointed, 512).memory(32)
+    formula = step_memory(GPT2, checkpointed, 32, 512)
+    assert found.activations_bytes == 2 * formula.activations_bytes
+    assert found.weights_bytes == formula.weights_bytes
+    assert found.peak_process_bytes < known.memory(32).peak_process_bytes / 3
 
 
 def test_each_memory_option_changes_the_estimate_as_expected() -> None:
