@@ -177,7 +177,7 @@ def _add_state(app: FastAPI, settings: Settings, authenticate: Authenticate | No
     state.planning_cache = ShortCache()
     state.waits = WaitLimiter()
     state.downloads = Downloads()
-    state.slow_work, state.list_work = SlowWork(), SlowWork()
+    state.slow_work, state.list_work, state.answer_work = SlowWork(), SlowWork(), SlowWork()
     state.comparisons = ConcurrencyLimit("comparisons", per_key=2, total=6)
     state.group_commit = GroupCommit(state.database)
     state.keyring = Keyring(state.database)

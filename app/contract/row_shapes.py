@@ -16,7 +16,7 @@ _SHAREGPT_ROLES = {
 }  # fmt: skip
 """ShareGPT's names of speakers."""
 
-_REASONING = ("thinking", "reasoning")
+REASONING = ("thinking", "reasoning")
 """Other names of an answer's `reasoning_content`: in gpt-oss's data, and in the answers of some services."""
 
 _INPUTS, _OUTPUTS = ("input", "context"), ("output", "response")
@@ -137,7 +137,7 @@ def _of_pair(row: dict[str, Any]) -> None:
         shared, chosen, rejected = chosen[:common], chosen[common:], rejected[common:]
         if before is None:  # a prompt as text is, in such datasets, also the first of the shared turns
             before = shared or _as_user_turn(prompt)
-        elif _is_same_beginning(before, shared):
+        elif _is_same_beginning(before, shared) or shared[len(shared) - len(before) :] == before:
             before = shared
         elif shared != before[len(before) - len(shared) :]:
             before = [*before, *shared]
@@ -258,7 +258,7 @@ def _turns(messages: list[Any], name: str) -> list[Any]:
 
 def _rename_reasoning(turn: dict[str, Any]) -> None:
     """An answer's reasoning, whose names differ, under the name that transformers passes to all templates."""
-    for name in _REASONING:
+    for name in REASONING:
         if isinstance(turn.get(name), str) or turn.get(name, 1) is None:
             reasoning = turn.pop(name)
             if reasoning is not None and turn.get("reasoning_content") is None:
@@ -327,9 +327,11 @@ def _with_arguments(call: Any) -> Any:
 
 def _with_system(row: dict[str, Any], turns: list[Any]) -> list[Any]:
     """The messages, after the row's `system` text if it has one."""
-    system = row.pop("system", None)
-    starts = bool(turns) and isinstance(turns[0], dict) and turns[0].get("role") == "system"
-    return turns if not system or starts else [{"role": "system", "content": system}, *turns]
+    if not isinstance(row.get("system", ""), str):
+        return turns  # the column means something else
+    system = row.pop("system", "")
+    starts = bool(turns) and isinstance(turns[0], dict) and turns[0].get("role") in ("system", "developer")
+    return turns if not system.strip() or starts else [{"role": "system", "content": system}, *turns]
 
 
 def _asked_and_answered(row: dict[str, Any]) -> list[Any]:

@@ -78,6 +78,9 @@ class OptimizerSpec(Frozen):
     learning_rate: float
     """The peak learning rate, after any scaling for the effective batch."""
     weight_decay: float
+    decays_biases: bool = True
+    """Whether biases and parameters of norms that are matrices have weight decay, as in jobs of earlier
+    versions."""
     betas: tuple[float, float] | None
     eps: float | None
     momentum: float | None

@@ -43,8 +43,8 @@ from app.models import starting_models
 from app.security.authentication import Authenticate
 from app.settings import Settings
 from app.storage.database import Database
-from app.web.concurrency import ConcurrencyLimit
-from app.web.dependencies import CurrentDatabase, CurrentSettings, RunSlowly, Slowly, in_thread
+from app.web.concurrency import ConcurrencyLimit, SlowWork
+from app.web.dependencies import CurrentDatabase, CurrentSettings, Slowly, in_thread
 from app.web.routers import openai_router
 
 log = structlog.get_logger("accrue.service")
@@ -93,7 +93,7 @@ async def chat(
         )
 
     shape = partial(ChatFormat, model=requested.model, with_usage=requested.includes_usage)
-    return await _answer(request, database, await slowly(order), shape, slowly)
+    return await _answer(request, database, await slowly(order), shape)
 
 
 @router.post("/completions", summary="Complete texts", response_model=CompletionResponse, responses=_STREAM)
@@ -120,7 +120,7 @@ async def complete(
         )
 
     shape = partial(CompletionFormat, model=requested.model, with_usage=requested.includes_usage)
-    return await _answer(request, database, await slowly(order), shape, slowly)
+    return await _answer(request, database, await slowly(order), shape)
 
 
 def _model(name: str, database: Database, settings: Settings) -> ModelReference:
@@ -161,7 +161,6 @@ async def _answer(
     database: Database,
     order: InferenceOrder,
     shape: Callable[[str], AnswerFormat],
-    slowly: RunSlowly,
 ) -> Response:
     """Waits for the answer, or for its first part if it is to be streamed: until then, an error has a status
     of its own.
@@ -191,8 +190,10 @@ async def _answer(
                     headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
                 )
             received = [part async for part in _until_left(parts, request)]
-            # With log probabilities, an answer may be megabytes.
-            run = in_thread if order.logprobs is None else slowly
+            # With log probabilities, an answer may be megabytes. It is made already, so that it does not wait
+            # with other slow requests.
+            work: SlowWork = request.app.state.answer_work
+            run = in_thread if order.logprobs is None else partial(work.run, key_id)
             response = Response(await run(partial(form.whole, received)), media_type="application/json")
         except BaseException:
             await parts.aclose()

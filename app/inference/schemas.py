@@ -6,11 +6,12 @@ and `repetition_penalty` are named as in vLLM and transformers; clients send the
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AliasChoices, BeforeValidator, Field, StringConstraints, field_validator, model_validator
+from pydantic import BeforeValidator, Field, StringConstraints, field_validator, model_validator
 
 from app.contract.base import Flag, Request, ResponseModel, ShortText
 from app.contract.data_formats import Role
 from app.contract.inference import FinishReason, SamplingOptions
+from app.contract.row_shapes import REASONING
 
 MAX_CHOICES = 16
 MAX_PROMPTS = 64
@@ -124,15 +125,23 @@ class ChatMessage(Request):
     role: Role
     content: Text | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     name: Annotated[str, StringConstraints(max_length=200)] | None = None
-    reasoning_content: Text | None = Field(
-        None, validation_alias=AliasChoices("reasoning_content", "reasoning", "thinking")
-    )
+    reasoning_content: Text | None = Field(None, description="Also called reasoning, or thinking")
     refusal: Text | None = Field(None, description="Ignored")
     annotations: Annotated[list[Any], Field(max_length=0)] | None = Field(None, description="Ignored")
     audio: None = Field(None, description="Ignored")
     function_call: None = Field(None, description="Ignored")
     tool_calls: Annotated[list[ToolCall], Field(max_length=100, fail_fast=True)] | None = None
     tool_call_id: Annotated[str, StringConstraints(max_length=200)] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _rename_reasoning(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        found = {name: value for name, value in given.items() if name not in REASONING}
+        values = (given.get(name) for name in ("reasoning_content", *REASONING))
+        reasoning = next((value for value in values if value is not None), None)
+        return found if reasoning is None else {**found, "reasoning_content": reasoning}
 
     @model_validator(mode="after")
     def _has_content(self) -> "ChatMessage":

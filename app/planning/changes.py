@@ -23,15 +23,18 @@ class Change:
 
 def changes(recipe: Recipe, sequence: int) -> Iterator[Change]:
     """The possible changes, ordered by how much they change the training, the least first."""
+    found = [recipe]
     for name, apply in _CHANGES:
         changed = apply(recipe)
-        if changed != recipe:
+        if changed not in found:
+            found.append(changed)
             yield Change(name, changed, sequence)
     if sequence >= 4:
         yield Change(f"max_length: {sequence // 2}", recipe, sequence // 2)
     for name, apply in _OTHER_METHODS:
         changed = apply(recipe)
-        if changed != recipe:
+        if changed not in found:
+            found.append(changed)
             yield Change(name, changed, sequence)
 
 

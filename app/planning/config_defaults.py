@@ -42,6 +42,6 @@ def _with_sizes(part: Mapping[str, Any], family: str) -> dict[str, Any]:
 @cache
 def _defaults() -> dict[str, dict[str, Any]]:
     """The defaults by family."""
-    content = files("app.planning").joinpath("config_defaults.json").read_text()
+    content = files(__package__).joinpath("config_defaults.json").read_text()
     found: dict[str, dict[str, Any]] = json.loads(content)
     return found

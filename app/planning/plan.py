@@ -11,7 +11,7 @@ from app.contract.spec import Spec
 from app.planning.devices import Device
 from app.planning.planner import PlannerEvidence, Question, Solution, alternatives, solve
 from app.planning.recipes import least_capable, recipe_of, unsupported
-from app.planning.sharding import DIVIDED, why_not_sharded
+from app.planning.sharding import DIVIDED, may_shard
 
 _ROUNDED_TO = 64
 """Lengths are rounded up to multiples of this, so that data of similar lengths share a memory profile."""
@@ -43,7 +43,7 @@ def question_of(spec: Spec, devices: Sequence[Device], sample_length: int) -> Qu
         shrink_to_fit=spec.auto_adjust_batch_size,
         strategy="fsdp" if spec.strategy == "fsdp" and len(devices) > 1 else "ddp",
         zero_stage=spec.zero_stage or 3,
-        may_shard=spec.strategy is None and why_not_sharded(spec) is None,
+        may_shard=may_shard(spec),
         compresses=spec.gradient_compression is not None,
         sequences_per_sample=spec.data.sequences_per_sample,
     )

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from math import ceil, inf
 
+from app.contract.accumulation import MAX_ACCUMULATION_STEPS
 from app.contract.architecture import Architecture
 from app.contract.memory_profile import Recipe
 from app.contract.plan import Alternative, FixedCount, FixedSize, MicroBatchRule, TokenBudget
@@ -370,22 +371,28 @@ def alternatives(solution: Solution, known: PlannerEvidence) -> list[Alternative
     found = []
     if solution.micro_batch > 1:
         smaller = solve(replace(base, split=PLANNED, at_most=solution.micro_batch // 2), beside)
-        found.append(_alternative(f"micro_batch_size: {smaller.micro_batch}", smaller))
+        found.append(_alternative(f"micro_batch_size: {smaller.micro_batch}", smaller, is_planned=False))
     for change in changes(question.recipe, question.sequence):
         other = replace(base, recipe=change.recipe, sequence=change.sequence)
-        found.append(_alternative(change.description, solve(other, beside)))
+        found.append(_alternative(change.description, solve(other, beside), is_planned=question.is_planned))
     if question.recipe.device == "cuda":
         devices = [*question.devices, *question.devices]
         split = question.split.model_copy(update={"devices": len(devices)})
         more = solve(replace(base, devices=devices, split=split), beside)
-        found.append(_alternative(f"num_gpus: {len(devices)}", more))
+        found.append(_alternative(f"num_gpus: {len(devices)}", more, is_planned=question.is_planned))
     return sorted(found, key=lambda alternative: not alternative.fits)
 
 
-def _alternative(change: str, solution: Solution) -> Alternative:
+def _alternative(change: str, solution: Solution, *, is_planned: bool) -> Alternative:
+    """An alternative.
+
+    Args:
+        is_planned: whether the planner would choose the micro-batch. A requested one is refused if it takes
+            too many accumulation steps.
+    """
     return Alternative(
         change=change,
-        fits=solution.fits,
+        fits=solution.fits and (is_planned or solution.steps <= MAX_ACCUMULATION_STEPS),
         micro_batch_size=solution.micro_batch,
         accumulation_steps=solution.steps,
         peak_process_bytes=solution.tightest.memory.peak_process_bytes,

@@ -26,6 +26,7 @@ from app.planning.recommendations import (
     recommended_batch,
 )
 from app.planning.schemas import Recommendation
+from app.planning.sharding import may_shard
 from app.storage.session import Session
 from app.storage.tables import Job
 
@@ -156,7 +157,13 @@ def situation(
     batch = requested.target or recommended_batch(requested.samples)
     known = profiles.known(session, architecture, common_name(devices))
     question = Question(
-        recipe, sequence, devices, limits, batch, sequences_per_sample=sequences, may_shard=True
+        recipe,
+        sequence,
+        devices,
+        limits,
+        batch,
+        sequences_per_sample=sequences,
+        may_shard=requested.clip_mode != "each_micro_batch" and (spec is None or may_shard(spec)),
     )
     solution = solve(question, known)
     needs_checkpointing = not _largest(solution)

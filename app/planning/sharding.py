@@ -24,6 +24,11 @@ def is_shardable(recipe: Recipe) -> bool:
     return recipe.optimizer in ELEMENTWISE and not any(kept_whole)
 
 
+def may_shard(spec: Spec) -> bool:
+    """Whether the planner may divide a job's model among devices, if full copies do not fit."""
+    return spec.strategy is None and why_not_sharded(spec) is None
+
+
 def why_not_sharded(spec: Spec) -> str | None:
     """Why a job's model cannot be divided among devices; None if it can."""
     if spec.optimizer.name not in ELEMENTWISE:

@@ -394,7 +394,7 @@ def _sqlite_pragmas(connection: DBAPIConnection, record: ConnectionPoolEntry) ->
         "journal_mode=WAL",
         "synchronous=FULL",
         "foreign_keys=ON",
-        "secure_delete=ON",  # deleted content is overwritten
+        "secure_delete=ON",  # a checkpoint of the log overwrites deleted content in the database
         f"wal_autocheckpoint={_PAGES_BETWEEN_CHECKPOINTS}",
     ):
         cursor.execute(f"PRAGMA {pragma}")

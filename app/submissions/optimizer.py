@@ -35,6 +35,7 @@ def optimizer_spec(
         name=training.optimizer,
         learning_rate=training.learning_rate * scale,
         weight_decay=training.weight_decay,
+        decays_biases=False,
         **{**unused, **own},
     )
 

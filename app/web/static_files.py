@@ -71,9 +71,10 @@ def content_in_memory(
     Args:
         content: the same object each time, so that its compressed form is found again quickly.
     """
-    own = {**headers, "Vary": "Accept-Encoding"}
+    own = dict(headers)
     if len(content) >= _LEAST_COMPRESSED and "gzip" in requested.get("accept-encoding", ""):
-        content, own["Content-Encoding"] = _compressed(content), "gzip"
+        content = _compressed(content)
+        own |= {"Content-Encoding": "gzip", "Vary": "Accept-Encoding"}  # else the middleware adds Vary
     return Response(content, status_code, own, media_type=media_type)
 
 

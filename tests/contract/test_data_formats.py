@@ -86,3 +86,11 @@ def test_an_answer_s_reasoning_has_one_name(name: str) -> None:
     assert isinstance(chat, Chat)
     assert [each.reasoning_content for each in chat.messages] == [None, "because"]
     assert not unused_keys(chat)
+
+
+@pytest.mark.parametrize("system", [5, ["S"], {"a": 1}, None, "  "])
+def test_a_system_column_that_is_no_text_is_left_alone(system: object) -> None:
+    turns = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]
+    _, chat = parse_row({"messages": turns, "system": system})
+    assert isinstance(chat, Chat)
+    assert [each.content for each in chat.messages] == ["Q", "A"]

@@ -111,6 +111,11 @@ def test_a_label_that_is_missing_is_named() -> None:
         {"system": "S", "messages": ASKED, "chosen": [answer("a")], "rejected": [answer("b")]},
         {"system": "S", "prompt": ASKED, "chosen": "a", "rejected": "b"},
         {
+            "prompt": ASKED,
+            "chosen": [{"role": "system", "content": "S"}, *ASKED, answer("a")],
+            "rejected": [{"role": "system", "content": "S"}, *ASKED, answer("b")],
+        },
+        {
             "messages": [{"role": "system", "content": "S"}, *ASKED],
             "chosen": [*ASKED, answer("a")],
             "rejected": [*ASKED, answer("b")],

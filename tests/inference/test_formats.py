@@ -1,8 +1,7 @@
 """Answers in OpenAI's shapes: those of the response models, and quick even with many log probabilities."""
 
 import json
-import threading
-import time
+from typing import Any
 
 import pytest
 
@@ -61,15 +60,20 @@ def test_a_whole_answer_has_the_shape_of_its_model(
         assert lists is None or lists.text_offset == [0, 1, 2]
 
 
-def test_other_threads_run_while_a_large_answer_is_written() -> None:
-    answer = parts(8, 1000, logprobs=True)
-    form = ChatFormat("req-1", "m", with_usage=True)
-    working = threading.Thread(target=form.whole, args=(answer,))
-    longest, last = 0.0, time.perf_counter()
-    working.start()
-    turns = 0
-    while working.is_alive():
-        time.sleep(0.0005)
-        now = time.perf_counter()
-        longest, last, turns = max(longest, now - last), now, turns + 1
-    assert turns > 3, f"only {turns} turns, the longest {longest:.2f} s"
+@pytest.mark.parametrize("form", [ChatFormat, CompletionFormat])
+def test_a_large_answer_is_serialised_token_by_token(
+    monkeypatch: pytest.MonkeyPatch, form: type[ChatFormat] | type[CompletionFormat]
+) -> None:
+    """While an object is serialised, no other thread runs."""
+    lengths: list[int] = []
+    honest = json.dumps
+
+    def measured(value: object, **options: Any) -> str:
+        written = honest(value, **options)
+        lengths.append(len(written))
+        return written
+
+    monkeypatch.setattr("app.inference.formats.json.dumps", measured)
+    content = form("req-1", "m", with_usage=True).whole(parts(2, 300, logprobs=True))
+    assert len(content) > 40_000
+    assert max(lengths) < 2000

@@ -104,7 +104,8 @@ def test_what_the_openai_client_sends_as_null_is_accepted(client: TestClient, da
 def test_the_reasoning_of_an_answer_may_have_any_of_its_names(
     client: TestClient, database: Database, name: str
 ) -> None:
-    turns = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A", name: "because"}]
+    answered = {"role": "assistant", "content": "A", "reasoning": None, name: "because"}
+    turns = [{"role": "user", "content": "Q"}, answered]
     asked = {"role": "user", "content": "And?"}
     with answering(database, says("Hello")) as seen:
         answer = client.post(CHAT, json={**HELLO, "messages": [*turns, asked]})

@@ -239,8 +239,10 @@ def test_the_queue_tells_which_jobs_need_devices(database: Database) -> None:
         found = jobs_to_reserve_for(session, 60, [0, 1], shrink_above=2)
         assert [(job.devices, job.gpu_ids) for job in found] == [(2, frozenset())], "one GPU is enough"
         assert all(100 <= job.waited_seconds < 200 for job in found)
-        assert [job.devices for job in jobs_to_reserve_for(session, 60, [0], most=1)] == [2], "on fewer"
-        assert jobs_to_reserve_for(session, 60, [0], most=8) == []
+        assert [job.devices for job in jobs_to_reserve_for(session, 60, [0], shrink_above=1)] == [2], (
+            "on fewer"
+        )
+        assert jobs_to_reserve_for(session, 60, [0], shrink_above=8) == []
 
 
 def test_devices_are_kept_only_for_jobs_that_the_worker_may_run(database: Database) -> None:
@@ -254,7 +256,7 @@ def test_devices_are_kept_only_for_jobs_that_the_worker_may_run(database: Databa
             == 1
         )
         labels, required = {"zone": "b"}, ('{"zone": "b"}',)
-        assert jobs_to_reserve_for(session, 60, [0], most=8, labels=labels) == []
+        assert jobs_to_reserve_for(session, 60, [0], shrink_above=8, labels=labels) == []
         assert len(jobs_to_reserve_for(session, 60, [0], 8, labels, required, of_worker=1)) == 1, (
             "no worker has enough"
         )

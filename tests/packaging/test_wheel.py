@@ -1,5 +1,6 @@
 """The wheel holds all that a service and a worker need, without a checkout beside it."""
 
+import ast
 import os
 import subprocess
 import sys
@@ -105,3 +106,17 @@ def test_trainers_of_an_installed_wheel_are_copies_of_a_process(installed: Path,
     loaded = set(done.stdout.split())
     assert {"torch", "transformers", "accrue.workers.training.fit"} <= loaded, done.stderr
     assert "workers" not in loaded
+
+
+def test_no_module_names_our_packages_in_a_string_at_run_time() -> None:
+    """In a wheel they are called accrue.app and accrue.workers; building it renames imports only."""
+    found = [
+        f"{path.relative_to(ROOT)}: {node.value}"
+        for folder in ("app", "workers")
+        for path in (ROOT / folder).rglob("*.py")
+        for call in ast.walk(ast.parse(path.read_text()))
+        if isinstance(call, ast.Call) and getattr(call.func, "id", "") in ("files", "import_module")
+        for node in call.args
+        if isinstance(node, ast.Constant) and str(node.value).split(".")[0] in ("app", "workers")
+    ]
+    assert found == []

@@ -223,3 +223,15 @@ def test_a_local_config_is_enough_to_plan(client: TestClient, settings: Settings
     (folder / "config.json").write_text('{"model_type": "mystery"}')
     answer = client.post(f"{ROOT}/calculate-batch-size", json={"model_name": "my-llama", "gpus": ["24GB"]})
     assert "model_type 'mystery'" in answer.json()["detail"]
+
+
+def test_a_remedy_takes_no_more_steps_than_a_job_may_have(client: TestClient) -> None:
+    body = {
+        "model_name": "gpt2", "gpus": ["10GB"], "target_batch_size": 100_000, "micro_batch_size": 64,
+        "wait_seconds": 0,
+    }  # fmt: skip
+    found = client.post(f"{ROOT}/calculate-batch-size", json=body).json()
+    assert not found["fits"]
+    steps = {other["change"]: other["accumulation_steps"] for other in found["alternatives"] if other["fits"]}
+    assert steps
+    assert max(steps.values()) <= 4096

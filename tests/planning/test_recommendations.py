@@ -254,3 +254,10 @@ def test_recommended_values_fit_or_say_that_they_do_not(
         assert found["micro_batch_size"]["value"] == micro_batch
         assert "not even this one fits" in found["micro_batch_size"]["why"]
         assert advice in found["advice"][0]
+
+
+@pytest.mark.parametrize("clip_mode", ["after_accumulation", "each_micro_batch"])
+def test_recommendations_shard_only_what_a_job_may_shard(client: TestClient, clip_mode: str) -> None:
+    query = f"model_name=meta-llama/Llama-3.1-8B&clip_mode={clip_mode}" + "&gpus=80GB" * 4
+    found = client.get(f"/gradient-accumulation/performance/recommendations?{query}").json()
+    assert bool(found["advice"]) == (clip_mode == "each_micro_batch")

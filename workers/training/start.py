@@ -187,7 +187,7 @@ def _replica(
     balance = load_balancing_loss_of(model, spec.aux_scope)
     token_loss = TokenLoss(model, smoothing=spec.label_smoothing, routed=balance is not None)
     token_loss.passes_boundaries = spec.attention == "flash_attention_2" and not spec.compile
-    without_decay = biases_and_gains(token_loss.model)
+    without_decay = set() if spec.optimizer.decays_biases else biases_and_gains(token_loss.model)
     parameters = place_parameters(assignment, token_loss, device, group)
     host = torch.device("cpu") if spec.use_cpu_offload and device.type == "cuda" else None
     undecayed = {own for name, own in parameters.trained.items() if name in without_decay}
