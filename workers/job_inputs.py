@@ -91,7 +91,7 @@ def fetch_run(
 
 
 def _is_of_run(path: str) -> bool:
-    """Whether training continues from a file of a run directory; it does not from the models."""
+    """Whether a file of a run directory is needed to continue training. Trained models are not."""
     return "model" not in path.split("/")[:2]
 
 

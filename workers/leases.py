@@ -123,7 +123,7 @@ class Running:
     waited_until: float | None = None
     """Until when the trainer waited in its engine's queue, if its start is not noted yet; otherwise None."""
 
-    def wait_until(self, now: float) -> None:
+    def note_still_waiting(self, now: float) -> None:
         """Notes that the trainer has not started yet: this time does not count towards its time limits."""
         if self.timeout_at is not None:
             self.timeout_at += now - (self.waited_until or self.started_at)

@@ -195,7 +195,7 @@ class Supervisor:
         """Enforces a trainer's limits and requests. This does not use the database."""
         now = time.monotonic()
         if running.trainer.is_waiting:
-            running.wait_until(now)
+            running.note_still_waiting(now)
         if running.lost:
             self._lose(running)
         elif running.broken is not None:

@@ -55,7 +55,11 @@ def record_event(
 ) -> None:
     """Records an event of the service or a worker, and queues its webhook (`WEBHOOK_EVENTS`)."""
     announced = f"fine_tuning.job.{kind}"
-    if kind in WEBHOOK_EVENTS and job.webhook_url is not None and not _is_due(session, job, announced):
+    if (
+        kind in WEBHOOK_EVENTS
+        and job.webhook_url is not None
+        and not _is_already_pending(session, job, announced)
+    ):
         now = database_now()
         session.add(
             Delivery(
@@ -66,7 +70,7 @@ def record_event(
     record_event_without_webhook(session, job.id, job.attempt, kind, message, level=level, data=data)
 
 
-def _is_due(session: Session, job: Job, announced: str) -> bool:
+def _is_already_pending(session: Session, job: Job, announced: str) -> bool:
     """Whether the same notification of the job still waits to be delivered."""
     same = select(Delivery.id).where(Delivery.job_id == job.id, Delivery.type == announced)
     return session.scalar(same.where(Delivery.not_before.is_not(None)).limit(1)) is not None

@@ -212,7 +212,7 @@ def overhead(requested: dict[str, Any], folder: Path) -> dict[str, Any]:
         denominator = training.loader.samples.denominator(window)
         batches = [training.loader.fetch(window[g].tolist()) for g in accumulate.divide(training, window)[0]]
         for number in range(requested["windows"] + 1):
-            training.stop = bare = InterleavedBaseline(training, batches, denominator)
+            training.interrupted = bare = InterleavedBaseline(training, batches, denominator)
             began = time.perf_counter()
             trained = accumulate.train_window(training, window, denominator)
             ours = time.perf_counter() - began - bare.seconds - trained.result.optimizer_seconds

@@ -34,5 +34,5 @@ if __name__ == "__main__":
     _, run, *given = sys.argv
     slow_down(float(given[0]), float(given[1]), emulated="emulated" in given)
     if "equal" in given:
-        Shares.measure = lambda *_: None  # type: ignore[method-assign]
+        Shares.record_window = lambda *_: None  # type: ignore[method-assign]
     sys.exit(train(RunDirectory(Path(run))))

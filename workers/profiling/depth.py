@@ -60,7 +60,7 @@ def treats_layers_differently(recipe: Recipe) -> bool:
 
 
 def period_of(config: dict[str, Any], sequence: int) -> int:
-    """The period at which the kinds of layers repeat, at least after the first period, or the number of
+    """The period at which the kinds of layers repeat (the first period itself may differ), or the number of
     layers if they do not repeat.
 
     >>> period_of({"model_type": "llama", "num_hidden_layers": 32}, 512)

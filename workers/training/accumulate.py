@@ -226,7 +226,7 @@ def divide(training: TrainingRun, window: Indices, *, measured: bool = False) ->
         rest = np.setdiff1d(rest, head[0])
         rules[0] = without_first(rules[0])
     initial_loads = [budgets[0].cost(lengths, rules[0], head), *(0.0 for _ in budgets[1:])]
-    costs = [budget.costs(lengths, rule) for budget, rule in zip(budgets, rules, strict=True)]
+    costs = [budget.cost_model(lengths, rule) for budget, rule in zip(budgets, rules, strict=True)]
     known = [each for each in costs if each is not None]
     shares = training.shares.now
     if len(known) < len(costs):
@@ -242,7 +242,8 @@ def divide(training: TrainingRun, window: Indices, *, measured: bool = False) ->
 
 
 def _of_all_ranks(rules: Sequence[MicroBatchRule]) -> MicroBatchRule:
-    """Rank 0's rule if it took a whole window: fixed numbers of micro-batches are added up."""
+    """The rule that rank 0 would follow if it took the whole window alone. If the plan fixes each rank's
+    number of micro-batches, that is their sum."""
     counts = [rule.micro_batches for rule in rules if isinstance(rule, FixedCount)]
     return FixedCount(micro_batches=sum(counts)) if isinstance(rules[0], FixedCount) else rules[0]
 

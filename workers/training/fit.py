@@ -338,7 +338,7 @@ def _record_work(training: TrainingRun, trained: TrainedWindow) -> None:
         totals.tokens += own.tokens
         totals.seconds += own.seconds
         totals.idle_seconds += slowest - own.seconds
-    shares = training.shares.measure(state.step, work)
+    shares = training.shares.record_window(state.step, work)
     if shares is None:
         return
     if group.leads:

@@ -77,7 +77,8 @@ def failing_together(group: Group, *, is_sharded: bool) -> Iterator[None]:
     failed.
 
     Args:
-        is_sharded: ranks with parts of a model wait for each other in every pass, and cannot fail in turn.
+        is_sharded: whether ranks hold parts of the model. They wait for each other in every pass, so an error
+            is raised at once, instead of after all blocks have ended.
 
     Raises:
         OtherRankFailed: another rank's block failed.

@@ -105,7 +105,7 @@ class TrainingRun:
 
     def seed_window(self) -> None:
         """Seeds dropout from the position in the data, so that a resume or a replay draws the same
-        numbers; each rank draws others."""
+        numbers. Ranks draw different numbers from each other."""
         cursor, rank = self.state.position.cursor, self.group.rank
         place = [self.assignment.spec.seed, cursor.epoch, cursor.consumed, *([rank] if rank else [])]
         mixed = np.random.SeedSequence(place).generate_state(1, np.uint64)

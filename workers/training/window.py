@@ -220,7 +220,7 @@ class Window:
             by_rank: how many each rank will add.
             exchange_early: whether ranks may exchange gradients during the last backward pass, after which
                 this rank's own gradient is not known any more.
-            measures: the length of what `add` gets as `measured`, on any rank.
+            measures: how many numbers `add` gets as `measured` (the same on every rank); 0 for none.
 
         Raises:
             ValueError: there is nothing to divide by.

@@ -33,7 +33,7 @@ def window(shares: list[float], speeds: list[float]) -> list[WindowWork]:
 
 def trained(shares: Shares, speeds: list[float], steps: range) -> dict[int, list[float]]:
     """Trains windows; returns the changes by step."""
-    found = {step: shares.measure(step, window(shares.now, speeds)) for step in steps}
+    found = {step: shares.record_window(step, window(shares.now, speeds)) for step in steps}
     return {step: new for step, new in found.items() if new is not None}
 
 
@@ -56,7 +56,7 @@ def test_shares_that_fit_are_not_changed() -> None:
 
 def test_the_first_window_is_not_measured() -> None:
     shares = make([0.5, 0.5])
-    shares.measure(1, window([0.5, 0.5], [1.0, 100.0]))  # the first rank still loads libraries
+    shares.record_window(1, window([0.5, 0.5], [1.0, 100.0]))  # the first rank still loads libraries
     assert trained(shares, [1.0, 1.0], range(2, 100)) == {}
 
 
@@ -88,7 +88,7 @@ def test_recorded_changes_are_made_again_and_no_others_before_the_last_step() ->
     used = []
     for step in range(1, 20):
         used.append(again.now)
-        assert again.measure(step, window(again.now, [1.0, 1.0])) is None
+        assert again.record_window(step, window(again.now, [1.0, 1.0])) is None
     assert used[0] == [0.5, 0.5]
     assert again.now == first.now
 

@@ -113,9 +113,9 @@ def test_a_larger_budget_that_is_tried_does_not_make_micro_batches_more_expensiv
     """Otherwise, the size on trial would be measured with more padding than it needs."""
     own = budget(TokenBudget(tokens=512))
     lengths = np.random.default_rng(0).lognormal(4.3, 0.6, 64).astype(np.int64).clip(8, 511)
-    costs = own.costs(lengths, own.rule())
+    costs = own.cost_model(lengths, own.rule())
     own.use_tuned(4096)
-    larger = own.costs(lengths, own.rule())
+    larger = own.cost_model(lengths, own.rule())
     assert costs == BudgetCosts(512, 128.0)
     assert larger == BudgetCosts(4096, 128.0)
     groups = own.cut(lengths, own.rule())

@@ -139,13 +139,13 @@ def test_what_would_mislead_is_not_measured(
 ) -> None:
     """A window under the profiler, and packed rows, which are not cut by cost."""
     seen: dict[int, bool] = {}
-    honest = Tuner.measure
+    honest = Tuner.record_window
 
     def noted(self: Tuner, step: int, window: Measured, bounds: Bounds) -> bool:
         seen[step] = bool(window.laps)
         return honest(self, step, window, bounds)
 
-    monkeypatch.setattr(Tuner, "measure", noted)
+    monkeypatch.setattr(Tuner, "record_window", noted)
     pretend(monkeypatch, 10.0, 1e-4)
     run_to_end(create(tmp_path / "run", steps=6, **changes))
     assert seen[3] is False

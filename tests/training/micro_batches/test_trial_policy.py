@@ -32,7 +32,7 @@ def after(windows: int, speed: Speed, bounds: Bounds = BOUNDS, own: Tuner | None
     """A tuner after windows whose speed depends on their budget alone."""
     own = own or Tuner(LearnedTuning(), adapts=True)
     for step in range(1, windows + 1):
-        own.measure(step, window_of(own, speed, bounds), bounds)
+        own.record_window(step, window_of(own, speed, bounds), bounds)
     return own
 
 
@@ -75,7 +75,7 @@ def test_the_fastest_size_is_kept(speeds: dict[int, float], kept: int, tried: se
 def test_what_happens_to_both_sizes_does_not_change_the_size(speed_at: Speed) -> None:
     own = Tuner(LearnedTuning(), adapts=True)
     for step in range(1, 41):
-        own.measure(step, window_of(own, lambda _: speed_at(step)), BOUNDS)  # noqa: B023
+        own.record_window(step, window_of(own, lambda _: speed_at(step)), BOUNDS)  # noqa: B023
     assert own.learned.trial is None
     assert own.next_tokens(512) == 512
 
@@ -83,7 +83,7 @@ def test_what_happens_to_both_sizes_does_not_change_the_size(speed_at: Speed) ->
 def test_short_windows_are_not_compared() -> None:
     own = after(3, lambda size: 100.0)
     before = own.state()
-    assert not own.measure(4, window_of(own, lambda size: 1e6), replace(BOUNDS, is_comparable=False))
+    assert not own.record_window(4, window_of(own, lambda size: 1e6), replace(BOUNDS, is_comparable=False))
     assert own.state() == {**before, "windows": before["windows"] + 1}
 
 
@@ -120,7 +120,7 @@ def test_a_resume_repeats_recorded_decisions_whatever_it_measures(
     recorded, budgets, saved = {}, [], LearnedTuning()
     for step in range(1, until_step + 1):
         budgets.append(first.next_tokens(512))
-        if first.measure(step, window_of(first, speeds.__getitem__), BOUNDS):
+        if first.record_window(step, window_of(first, speeds.__getitem__), BOUNDS):
             recorded[step] = first.state()
         if step == checkpoint:
             saved = LearnedTuning(**first.state())
@@ -128,7 +128,7 @@ def test_a_resume_repeats_recorded_decisions_whatever_it_measures(
     repeated = []
     for step in range(checkpoint + 1, until_step + 1):
         repeated.append(again.next_tokens(512))
-        assert not again.measure(step, window_of(again, lambda size: 1e6 / size), BOUNDS)
+        assert not again.record_window(step, window_of(again, lambda size: 1e6 / size), BOUNDS)
     assert repeated == budgets[checkpoint:]
     assert again.state() == first.state()
 
@@ -141,13 +141,13 @@ def create(folder: Path, attempt: int = 1, steps: int = 40, **changes: Any) -> R
 
 def pretend(monkeypatch: pytest.MonkeyPatch, speed: Speed) -> None:
     """Makes the tuner see speeds that depend on the budget alone, in a run that is short."""
-    honest = Tuner.measure
+    honest = Tuner.record_window
 
-    def measure(self: Tuner, step: int, window: Measured, bounds: Bounds) -> bool:
+    def record_window(self: Tuner, step: int, window: Measured, bounds: Bounds) -> bool:
         seconds = window.tokens / speed(self.next_tokens(bounds.planned))
         return honest(self, step, replace(window, seconds=seconds), bounds)
 
-    monkeypatch.setattr(Tuner, "measure", measure)
+    monkeypatch.setattr(Tuner, "record_window", record_window)
     monkeypatch.setattr(trial_policy, "WORTH_TRYING", 2)
 
 
@@ -225,7 +225,7 @@ def test_a_recorded_trial_does_not_begin_again_after_running_out_of_memory() -> 
     first = after(5, lambda size: 100.0)
     again = Tuner(LearnedTuning(), adapts=False, recorded={2: first.state()}, until=5)
     for step in range(1, 6):
-        again.measure(step, window_of(again, lambda size: 100.0), BOUNDS)
+        again.record_window(step, window_of(again, lambda size: 100.0), BOUNDS)
         assert again.next_tokens(512) == 512
 
 
@@ -233,7 +233,7 @@ def test_no_trial_begins_with_too_few_windows_left() -> None:
     own = Tuner(LearnedTuning(), adapts=True)
     for step in range(1, 41):
         left = trial_policy.WORTH_TRYING + 9 - step
-        own.measure(step, window_of(own, lambda size: float(size)), replace(BOUNDS, windows_left=left))
+        own.record_window(step, window_of(own, lambda size: float(size)), replace(BOUNDS, windows_left=left))
     assert len(own.learned.tried) == 2
 
 
@@ -421,7 +421,7 @@ def test_a_record_of_another_version_is_read_as_far_as_it_is_known() -> None:
     state["tried"] = [{**each, "added_later": 1} for each in state["tried"]]
     del state["period"]
     again = Tuner(LearnedTuning(), adapts=True, recorded={1: state}, until=1)
-    again.measure(1, window_of(again, lambda size: 100.0), BOUNDS)
+    again.record_window(1, window_of(again, lambda size: 100.0), BOUNDS)
     assert again.next_tokens(512) == first.next_tokens(512)
     assert again.learned.tried == first.learned.tried
 

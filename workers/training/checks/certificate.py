@@ -288,8 +288,8 @@ def error_in_fp64(training: TrainingRun, window: Indices, model: Any) -> float |
 
 
 def _few(window: Indices, samples: Samples, parameters: int) -> Indices:
-    """Samples of a window to compare in fp64: the two shortest, and the longest and another one of those
-    for which there is time. A model may mix samples only beyond a certain length.
+    """Samples of a window to compare in fp64: the two shortest; and, of the samples short enough to
+    compare in time, the longest and one other. A model may mix samples only beyond a certain length.
 
     Args:
         parameters: of the model.

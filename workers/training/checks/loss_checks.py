@@ -89,7 +89,7 @@ def check_causality(replica: Replica, loader: Loader, group: Group) -> None:
     repeated in fp64, with a copy of the model on the host.
 
     Raises:
-        CannotTrain: it does.
+        CannotTrain: a prediction depends on later tokens.
     """
     longest = int(np.argmax(loader.samples.lengths))
     tokens = loader.samples.read(longest)[0][:_CHECKED_TOKENS]

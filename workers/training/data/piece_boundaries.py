@@ -73,7 +73,7 @@ def _crossed(tokens: Sequence[Token], pieces: Sequence[str]) -> list[int]:
 
 def _continuations(tokenizer: Any, texts: list[str]) -> list[list[Token]]:
     """The tokens of texts that continue others."""
-    found = _tokens(tokenizer, texts)  # for those before which no text helps
+    found = _tokens(tokenizer, texts)  # kept for texts whose first token merges with every text in `_BEFORE`
     left = list(range(len(texts)))
     for before in _BEFORE:
         at, crossing = len(before), []

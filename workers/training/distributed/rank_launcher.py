@@ -129,7 +129,7 @@ def start_process(run: RunDirectory, rank: RankPlan, kind: str, variables: Mappi
 
 
 def _watch(run: RunDirectory, ranks: list[BaseProcess], interrupted: Callable[[], bool], first: int) -> int:
-    """Waits for the ranks, the number of the first of which is given; after the first failure, ends the
+    """Waits for the ranks (`first` is the number of the first one); after the first failure, ends the
     others and returns its status."""
     frozen_since: dict[int, float] = {}
     stopped = False

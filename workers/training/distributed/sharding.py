@@ -61,7 +61,7 @@ def sharded_modules_of(module: nn.Module) -> list[nn.Module]:
     ]
     outer: list[nn.ModuleList] = []
     within: set[nn.Module] = set()
-    for found in lists:  # `modules()` yields what contains before what it contains
+    for found in lists:  # `modules()` yields parents before their children
         if found not in within:
             outer.append(found)
             within.update(inner for inner in found.modules() if inner is not found)

@@ -75,7 +75,7 @@ class Shares:
         """The shares of the next window."""
         return self._learned.shares or self._planned
 
-    def measure(self, step: int, work: Sequence[WindowWork]) -> list[float] | None:
+    def record_window(self, step: int, work: Sequence[WindowWork]) -> list[float] | None:
         """Takes a window into account.
 
         Args:

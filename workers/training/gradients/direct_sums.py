@@ -252,7 +252,8 @@ class _Product(torch.autograd.Function):
 
 
 class _FrozenProduct(torch.autograd.Function):
-    """`_Product` with a weight that is not trained: nothing but its gradient by the states is wanted."""
+    """`_Product` with a weight that is not trained: only the gradient with respect to the
+    states is computed."""
 
     @staticmethod
     def forward(

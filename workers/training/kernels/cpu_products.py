@@ -84,7 +84,7 @@ def choose_products(
     at_start: bool,
 ) -> None:
     """Lets oneDNN compute products where it is faster, if that leaves the gradient as it is. A resumed run
-    uses oneDNN exactly if the attempts before it did.
+    uses oneDNN if, and only if, earlier attempts did.
 
     Args:
         rows: tokens of a usual micro-batch.

@@ -42,7 +42,7 @@ def choose_lean_layers(
 ) -> None:
     """Replaces norms and rotary embeddings of a model in fp32 on a CPU, if that leaves the gradient as it is.
 
-    All ranks do the same. A resumed run replaces them exactly if the attempts before it did, so
+    All ranks do the same. A resumed run replaces them if, and only if, earlier attempts did, so
     that it stays the same to the bit.
 
     Args:

@@ -169,8 +169,8 @@ def _why_padded(
 
 
 def _use_if_right(kernel: Kernels, replica: Replica, loader: Loader, reporter: Reporter) -> bool:
-    """Whether a kernel gives the right gradient of packed rows; it is used then. A kernel that is used for
-    padded rows already stays in use for them either way."""
+    """Whether a kernel gives the right gradient of packed rows; it is used then. A kernel that was
+    already in use for padded rows stays in use for them either way."""
     before = replica.kernels
     replica.kernels = tuple(each for each in before if each is not kernel)
     use_if_it_agrees(kernel, replica, loader, reporter)

@@ -1,8 +1,8 @@
 """Attention over packed rows, sample by sample.
 
 PyTorch's `scaled_dot_product_attention` keeps the samples of a packed row apart by a mask. Its memory and its
-time grow with the square of the row's length. On a GPU, PyTorch's flash kernel can be called with the places
-where samples begin instead (Dao 2023, arXiv:2307.08691, section 3.1), as the package flash-attn is. On a CPU,
+time grow with the square of the row's length. On a GPU, PyTorch's flash kernel can instead be given the
+places where samples begin (Dao 2023, arXiv:2307.08691, section 3.1), just like flash-attn's. On a CPU,
 samples of similar length are padded to one batch for attention alone (sample_groups.py): short ones take two
 plain matrix products, the others `scaled_dot_product_attention`. This module offers that to transformers as
 an implementation of attention.

@@ -92,7 +92,8 @@ class ChunkedLoss(torch.autograd.Function):
 def _loss_and_error(
     logits: Tensor, targets: Tensor, weights: Tensor | None, head: Head, smoothing: float, with_error: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """A chunk's summed loss and, if `with_error`, the loss's derivative by the head's products (its error).
+    """A chunk's summed loss and, if `with_error`, the loss's gradient with respect to the head's products
+    (its error).
 
     Args:
         logits: these products, of shape (rows, vocabulary) and at least fp32; overwritten.
@@ -165,7 +166,8 @@ class _HeadGradients:
         """Adds a chunk.
 
         Args:
-            error: the loss's derivative by the logits, of shape (rows, vocabulary) and at least fp32.
+            error: the loss's gradient with respect to the logits, of shape (rows, vocabulary), at
+                least fp32.
             states: of shape (rows, width), in the precision of products.
         """
         if self._dtype == torch.float16:

@@ -121,7 +121,7 @@ class Budget:
             count = min(2 * count, len(lengths))
         return groups
 
-    def costs(self, lengths: Lengths, rule: MicroBatchRule) -> BudgetCosts | None:
+    def cost_model(self, lengths: Lengths, rule: MicroBatchRule) -> BudgetCosts | None:
         """What micro-batches cost, if `cut` divides samples in descending length at the lowest cost within a
         token budget; None if it divides them in another way."""
         if not isinstance(rule, TokenBudget) or not self.by_length or self.packed or self._rows:
@@ -132,7 +132,7 @@ class Budget:
     def cost(self, lengths: Lengths, rule: MicroBatchRule, groups: Groups) -> float:
         """What micro-batches cost, in tokens, when samples are divided among ranks. With a token budget,
         padding and a fixed cost of each micro-batch count; otherwise, only the samples' tokens."""
-        if (costs := self.costs(lengths, rule)) is None:
+        if (costs := self.cost_model(lengths, rule)) is None:
             return float(sum(lengths[group].sum() for group in groups))
         return costs.of(lengths, groups)
 

@@ -114,7 +114,7 @@ class Tuner:
         """The token budget of the next window."""
         return (self.learned.trial if self.is_on_trial else self.learned.tokens) or planned
 
-    def measure(self, step: int, window: Measured, bounds: Bounds) -> bool:
+    def record_window(self, step: int, window: Measured, bounds: Bounds) -> bool:
         """Takes a window into account that was cut by `next_tokens`.
 
         Args:

@@ -105,7 +105,7 @@ def decide(training: TrainingRun, window: Indices, trained: TrainedWindow) -> No
         and (trained.measurement is None or spec.noise_scale_every == 1),
     )
     is_first, before = tuner.learned.period == 0, tuner.learned.fixed
-    decided = tuner.measure(state.step, measured, bounds)
+    decided = tuner.record_window(state.step, measured, bounds)
     budget.learned.fixed = tuner.learned.fixed
     if failed is None:
         budget.use_tuned(tuner.next_tokens(planned))
