@@ -19,14 +19,13 @@ TEXT_FAMILY = "text_family"
 def completed(config: Mapping[str, Any]) -> dict[str, Any]:
     """A config.json with the sizes that it leaves out, at the top and in its part about text. A size that it
     gives under another name, or as null, is not added."""
-    found = _with_sizes(config, str(config.get("model_type")))
+    family = str(config.get("model_type"))
+    text_family = _defaults().get(family, {}).get(TEXT_FAMILY)
+    found = _with_sizes(config, family)
     for name in TEXT_CONFIGS:
         part = config.get(name)
         if isinstance(part, Mapping):
-            family = part.get("model_type") or _defaults().get(str(config.get("model_type")), {}).get(
-                TEXT_FAMILY
-            )
-            found[name] = _with_sizes(part, str(family))
+            found[name] = _with_sizes(part, str(part.get("model_type") or text_family))
     return found
 
 

@@ -88,36 +88,11 @@ GroupWord = Literal["day", "user", "model", "device"]
 """What jobs can be grouped by."""
 
 
-class GroupTotals(ResponseModel):
-    """Totals of the jobs of one day, user, model or device."""
-
-    group: str | None
-    """The day of submission in UTC (2026-11-28), the `user_id`, the model's name or the device's; null for
-    jobs without a `user_id`, or that no device has run yet."""
-    jobs: int
-    by_status: dict[str, int]
-    success_rate: float | None
-    """Succeeded jobs as a share of succeeded and failed ones."""
-    steps: int
-    samples: int
-    tokens: int
-    """Target tokens: those that the loss is averaged over."""
-    skipped: int
-    final_loss: float | None
-    """Mean of the jobs' last losses."""
-    target_tokens_per_second: float | None
-    samples_per_second: float | None
-    device_hours: float
-
-
-class Totals(ResponseModel):
-    """Totals of all jobs, or of those that the filters select."""
+class SummedFigures(ResponseModel):
+    """What jobs have done together."""
 
     jobs: int
     by_status: dict[str, int]
-    by_model: dict[str, int]
-    by_user: dict[str, int]
-    by_day: dict[str, int]
     steps: int
     samples: int
     tokens: int
@@ -130,6 +105,24 @@ class Totals(ResponseModel):
     samples_per_second: float | None
     device_hours: float
     """Hours of each attempt times its devices; of a running job, only the earlier attempts count."""
+
+
+class GroupTotals(SummedFigures):
+    """Totals of the jobs of one day, user, model or device."""
+
+    group: str | None
+    """The day of submission in UTC (2026-11-28), the `user_id`, the model's name or the device's; null for
+    jobs without a `user_id`, or that no device has run yet."""
+    success_rate: float | None
+    """Succeeded jobs as a share of succeeded and failed ones."""
+
+
+class Totals(SummedFigures):
+    """Totals of all jobs, or of those that the filters select."""
+
+    by_model: dict[str, int]
+    by_user: dict[str, int]
+    by_day: dict[str, int]
     configurations: int
     files: int
     groups: list[GroupTotals] | None = None

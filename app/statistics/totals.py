@@ -1,7 +1,7 @@
 """Totals of a service. Running jobs are counted from their steps, all others from stored sums."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date
 from typing import Any
@@ -73,14 +73,8 @@ def count(
         by_model=by_model,
         by_user=by_user,
         by_day=_by_day(connection, jobs),
-        steps=int(sums["steps"]),
-        samples=int(sums["samples"]),
-        tokens=int(sums["tokens"]),
-        skipped=int(sums["skipped"]),
         final_loss=_mean_final_loss(connection, jobs),
-        target_tokens_per_second=sums["tokens"] / sums["seconds"] if sums["seconds"] else None,
-        samples_per_second=sums["samples"] / sums["seconds"] if sums["seconds"] else None,
-        device_hours=sums["device_seconds"] / 3600,
+        **_figures(sums),
         configurations=_number(connection, Configuration, owner),
         files=_number(connection, File, owner),
         groups=None if by is None else count_groups(connection, jobs, by),
@@ -150,22 +144,27 @@ def _running_by(
 
 
 def _totals_of_group(name: str | None, group: _Group) -> GroupTotals:
-    sums, by_status = group.sums, group.by_status
-    ended, seconds = by_status["succeeded"] + by_status["failed"], sums["seconds"]
+    by_status = group.by_status
+    ended = by_status["succeeded"] + by_status["failed"]
     return GroupTotals(
         group=name,
         jobs=by_status.total(),
         by_status={status: number for status, number in by_status.items() if number},
         success_rate=by_status["succeeded"] / ended if ended else None,
-        steps=int(sums["steps"]),
-        samples=int(sums["samples"]),
-        tokens=int(sums["tokens"]),
-        skipped=int(sums["skipped"]),
         final_loss=group.final_losses / group.jobs_with_final_loss if group.jobs_with_final_loss else None,
-        target_tokens_per_second=sums["tokens"] / seconds if seconds else None,
-        samples_per_second=sums["samples"] / seconds if seconds else None,
-        device_hours=sums["device_seconds"] / 3600,
+        **_figures(group.sums),
     )
+
+
+def _figures(sums: Mapping[str, float]) -> dict[str, Any]:
+    """The figures of a response, from the sums of `_SUMS`."""
+    seconds = sums["seconds"]
+    return {
+        **{name: int(sums[name]) for name in ("steps", "samples", "tokens", "skipped")},
+        "target_tokens_per_second": sums["tokens"] / seconds if seconds else None,
+        "samples_per_second": sums["samples"] / seconds if seconds else None,
+        "device_hours": sums["device_seconds"] / 3600,
+    }
 
 
 def _sums(connection: Connection, jobs: Filters) -> dict[str, float]:
