@@ -14,6 +14,7 @@ from app.planning.catalogue import config_of
 from app.planning.config_defaults import completed
 from app.planning.estimated_sizes import estimated, text_part
 from app.planning.families import why_not_causal
+from app.planning.parameter_count import MOST_LAYERS
 
 _LONGEST_LIST = 10_000
 
@@ -63,7 +64,7 @@ _LARGEST_NUMBER = 2**31
 _LONGEST_NUMBER = 10
 """The most digits of a number that is given as text."""
 _LIMITS = {
-    "layers": 1_000, "hidden_size": 2**17, "heads": 4_096, "key_value_heads": 4_096, "head_dim": 2**14,
+    "layers": MOST_LAYERS, "hidden_size": 2**17, "heads": 4_096, "key_value_heads": 4_096, "head_dim": 2**14,
     "intermediate_size": 2**20, "vocabulary": 2**22, "positions": 2**31, "experts": 4_096,
     "active_experts": 4_096, "parameters": 10**14,
 }  # fmt: skip
@@ -188,8 +189,8 @@ def _experts(config: Mapping[str, Any], family: str, layers: int) -> tuple[int, 
         experts = int(config.get("num_experts") or config["num_local_experts"])
         taken = int(config["num_experts_per_tok"])
         step, dense = int(config.get("decoder_sparse_step", 1)), config.get("mlp_only_layers") or []
-        if not 1 <= layers <= _LIMITS["layers"]:  # the loop below visits each layer
-            raise ValueError(f"num_hidden_layers must be from 1 to {_LIMITS['layers']:,}")
+        if not 1 <= layers <= MOST_LAYERS:  # the loop below visits each layer
+            raise ValueError(f"num_hidden_layers must be from 1 to {MOST_LAYERS:,}")
         alone = {layer for layer in dense if isinstance(layer, int)}
         routed = sum(layer not in alone and (layer + 1) % step == 0 for layer in range(layers))
         return experts, taken, int(config["moe_intermediate_size"]), routed

@@ -5,10 +5,12 @@ estimate: the exact number of parameters comes from the model itself, once a wor
 weights (app/memory_profiles/profiles.py: `with_exact_parameter_count`).
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from app.contract.architecture import Architecture
+from app.planning.parameter_count import Widths, in_embeddings, in_layers, in_towers
 
 UNLIMITED_POSITIONS = 2**20
 """The longest sequence of a model whose config names none: ALiBi and state spaces have no limit."""
@@ -50,21 +52,17 @@ _EXPERT_WIDTH = (
 _SHARED_EXPERTS = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "num_shared_expert")
 _UNGATED = frozenset(
     """
-    bart beam biogpt blenderbot blenderbot-small bigbird_pegasus codegen cpmant ctrl gpt-sw3 gpt_bigcode
-    gpt_neo gpt_neox_japanese gptj jais2 marian mbart mpt mvp nemotron nemotron_h openai-gpt pegasus persimmon
-    phi plbart prophetnet starcoder2 trocr whisper xglm xlm xlnet bert roberta rwkv mamba mamba2 falcon_mamba
+    apertus arcee bart bert bert-generation big_bird bigbird_pegasus biogpt blenderbot blenderbot-small
+    camembert codegen ctrl data2vec-text electra ernie fuyu git gpt-sw3 gpt_bigcode gpt_neo gpt_neox_japanese
+    gptj jais2 marian mbart megatron-bert mpt mvp nanochat nemotron nemotron_h openai-gpt pegasus persimmon
+    phi plbart prophetnet rembert roberta roberta-prelayernorm roc_bert roformer rwkv starcoder2 trocr whisper
+    xglm xlm xlm-roberta xlm-roberta-xl xlnet xmod
     """.split()  # noqa: SIM905
 )
 """Families whose feed-forward has two matrices; in most others, it has a gate."""
 
-_TIED = frozenset(
-    """
-    bart biogpt blenderbot blenderbot-small codegen cohere cohere2 ctrl gemma3 gemma3n gemma3n_text gemma4
-    gemma4_text gpt-sw3 gpt_bigcode gpt_neo mamba mamba2 falcon_mamba marian mbart mpt mvp openai-gpt pegasus
-    plbart recurrent_gemma vaultgemma whisper xglm xlm xlnet
-    """.split()  # noqa: SIM905
-)
-"""Families whose output head is the embedding, unless the config has `tie_word_embeddings: false`."""
+TIED = "tie_word_embeddings"
+"""The field that says whether the output head is the embedding."""
 
 
 def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -91,26 +89,45 @@ def estimated(config: Mapping[str, Any]) -> Architecture:
     heads = _largest(_first(text, _HEADS)) or 1
     key_value_heads = _largest(_first(text, _KEY_VALUE_HEADS)) or heads
     head_dim = _largest(text.get("head_dim")) or max(1, hidden // heads)
-    inner = _largest(_first(text, _INNER)) or 4 * hidden
-    experts, active = _largest(_first(text, _EXPERTS)) or 1, _largest(_first(text, _ACTIVE)) or 1
+    inner = _inner(family, text, hidden)
+    experts = 1 if text.get("is_moe") is False else _largest(_first(text, _EXPERTS)) or 1
+    active = _largest(_first(text, _ACTIVE)) or 1
     width = (_largest(_first(text, _EXPERT_WIDTH)) or inner) if experts > 1 else inner
     gated = family not in _UNGATED
-    matrices = 3 if gated else 2
-    feed_forward = matrices * hidden * inner
-    if experts > 1:
-        shared = _largest(_first(text, _SHARED_EXPERTS)) or 0
-        feed_forward = (experts + shared) * matrices * hidden * width + hidden * experts
-    attention = 2 * hidden * head_dim * (heads + key_value_heads)
-    tied = text.get("tie_word_embeddings", config.get("tie_word_embeddings", family in _TIED))
-    embeddings = vocabulary * hidden * (1 if tied else 2)
+    widths = Widths(
+        layers=layers, hidden=hidden, heads=heads, key_value_heads=key_value_heads, head_dim=head_dim,
+        inner=_largest(text.get("intermediate_size_mlp")) or inner, experts=experts, expert_inner=width,
+        shared_experts=_largest(_first(text, _SHARED_EXPERTS)), matrices=3 if gated else 2,
+    )  # fmt: skip
+    tied = bool(text.get(TIED, config.get(TIED, False)))
     return Architecture(
         family=family, layers=layers, hidden_size=hidden, heads=heads, key_value_heads=key_value_heads,
         head_dim=head_dim, intermediate_size=width, vocabulary=vocabulary,
         positions=_positions(family, text), gated=gated, experts=experts,
         active_experts=min(active, experts),
-        parameters=embeddings + layers * (attention + feed_forward + 2 * hidden) + hidden,
+        parameters=(
+            in_embeddings(family, text, hidden, vocabulary, layers, tied)
+            + in_layers(family, text, widths) + hidden + in_towers(family, config)
+        ),
         is_estimated=True,
     )  # fmt: skip
+
+
+def _inner(family: str, text: Mapping[str, Any], hidden: int) -> int:
+    """The width inside of a feed-forward without experts."""
+    inner = _largest(_first(text, _INNER)) or 4 * hidden
+    if text.get("block_auto_adjust_ff_dim"):  # LFM2
+        step = _largest(text.get("block_multiple_of")) or 1
+        inner = int(float(text.get("block_ffn_dim_multiplier") or 1) * int(2 * inner / 3))
+        return math.ceil(inner / step) * step
+    if text.get("ffn_proj_factor"):  # xLSTM
+        step = _largest(text.get("ffn_round_up_to_multiple_of")) or 1
+        return math.ceil(float(text["ffn_proj_factor"]) * hidden / step) * step
+    if family in ("recurrent_gemma", "moshi"):
+        return max(1, inner // 2)  # the config counts the gate's half, too
+    if not _largest(_first(text, _EXPERTS)):  # Granite 4 without experts has the shared one only
+        return _largest(text.get("shared_intermediate_size")) or inner
+    return inner
 
 
 _COUNTED_AFTER_PADDING = {

@@ -9,7 +9,7 @@ from transformers import CONFIG_MAPPING
 
 from app.planning import config_defaults
 from app.planning.config_defaults import TEXT_FAMILY
-from app.planning.estimated_sizes import SIZE_NAMES, TEXT_CONFIGS
+from app.planning.estimated_sizes import SIZE_NAMES, TEXT_CONFIGS, TIED
 from app.planning.families import FAMILIES, MULTIMODAL
 
 FILE = Path(config_defaults.__file__).with_suffix(".json")
@@ -33,6 +33,8 @@ def _of(family: str) -> dict[str, Any]:
     config = CONFIG_MAPPING[family]
     names = [name for synonyms in SIZE_NAMES for name in synonyms]
     sizes = {name: value for name in names if type(value := getattr(config, name, None)) is int}
+    if type(tied := getattr(config, TIED, None)) is bool:
+        sizes[TIED] = tied
     text = next((part for name, part in config.sub_configs.items() if name in TEXT_CONFIGS), None)
     text_family = getattr(text, "model_type", "")
     return sizes | ({TEXT_FAMILY: text_family} if text_family else {})

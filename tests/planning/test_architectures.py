@@ -1,10 +1,14 @@
+import contextlib
+import time
 from typing import Any
 
 import pytest
 import torch
 from transformers import (
+    CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     GPT2Config,
     LlamaConfig,
     MistralConfig,
@@ -16,6 +20,7 @@ from transformers import (
 
 from app.planning.architectures import UnknownArchitecture, from_config, named
 from app.planning.catalogue import CATALOGUE, pretrained_base_of
+from app.planning.families import MULTIMODAL
 from tests.harness.config_defaults import FILE, as_text, default_sizes
 
 
@@ -165,3 +170,113 @@ def test_parameters_are_counted_with_the_family_s_default_heads(family: str) -> 
     architecture = from_config(config)
     assert not architecture.is_estimated
     assert architecture.parameters == counted(AutoConfig.for_model(config.pop("model_type"), **config))
+
+
+ESTIMATED = [
+    "apertus", "arcee", "bamba", "bart", "deepseek_v3", "doge", "ernie4_5_moe",
+    "falcon_h1", "falcon_mamba", "gemma3", "gemma4_text", "glm4_moe", "gpt_oss", "granitemoehybrid",
+    "internvl", "jamba", "kimi_linear", "lfm2", "llama4", "llava", "mamba", "mamba2", "minimax", "mllama",
+    "nanochat", "nemotron_h", "olmo_hybrid", "qwen2_moe", "qwen3_5", "qwen3_next", "qwen3_vl",
+    "recurrent_gemma", "whisper", "xlstm", "zamba", "zamba2",
+]  # fmt: skip
+
+
+def built(config: PreTrainedConfig, family: str) -> int:
+    """Parameters by transformers' own construction, with towers where the family has them."""
+    auto = AutoModelForImageTextToText if family in MULTIMODAL else AutoModelForCausalLM
+    with torch.device("meta"):
+        model = auto.from_config(config)
+    model.tie_weights()
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("family", ESTIMATED)
+def test_estimated_parameters_are_near_those_of_the_model(family: str) -> None:
+    config = CONFIG_MAPPING[family]()
+    architecture = from_config({**config.to_dict(), "model_type": family})
+    assert architecture.is_estimated
+    assert architecture.parameters == pytest.approx(built(config, family), rel=0.02)
+
+
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "nemotron_h": {
+        "hidden_size": 1024, "hybrid_override_pattern": "M-M*-M-", "intermediate_size": 4096,
+        "mamba_num_heads": 32, "mamba_head_dim": 64, "ssm_state_size": 128, "n_groups": 8,
+        "num_hidden_layers": 7, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128,
+        "vocab_size": 2000, "tie_word_embeddings": False,
+    },
+    "jamba": {
+        "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 8, "attn_layer_period": 4,
+        "attn_layer_offset": 2, "expert_layer_period": 2, "expert_layer_offset": 1, "num_experts": 4,
+        "num_attention_heads": 8, "num_key_value_heads": 2, "mamba_d_state": 16, "mamba_dt_rank": "auto",
+        "vocab_size": 2000, "tie_word_embeddings": False,
+    },
+    "bamba": {
+        "hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 6, "attn_layer_indices": [2, 4],
+        "mamba_n_heads": 32, "mamba_d_head": 64, "mamba_d_state": 64, "num_attention_heads": 8,
+        "num_key_value_heads": 2, "vocab_size": 2000, "tie_word_embeddings": False,
+    },
+    "granitemoehybrid": {
+        "hidden_size": 1024, "intermediate_size": 2048, "shared_intermediate_size": 3072,
+        "num_local_experts": 0, "num_hidden_layers": 4,
+        "layer_types": ["mamba", "mamba", "attention", "mamba"], "mamba_n_heads": 32, "mamba_d_state": 128,
+        "mamba_d_head": 64, "num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 2000,
+        "tie_word_embeddings": True,
+    },
+    "zamba2": {
+        "hidden_size": 1024, "num_hidden_layers": 6, "intermediate_size": 4096, "num_mem_blocks": 2,
+        "layers_block_type": ["mamba", "mamba", "hybrid", "mamba", "mamba", "hybrid"],
+        "hybrid_layer_ids": [2, 5], "mamba_d_state": 64, "n_mamba_heads": 32, "adapter_rank": 128,
+        "num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": 2000,
+    },
+    "lfm2": {
+        "hidden_size": 1024, "block_ff_dim": 4096, "block_multiple_of": 256, "block_auto_adjust_ff_dim": True,
+        "block_ffn_dim_multiplier": 1.0, "num_hidden_layers": 6, "full_attn_idxs": [2, 5], "conv_L_cache": 3,
+        "num_attention_heads": 16, "num_key_value_heads": 8, "vocab_size": 2000,
+    },
+    "qwen3_next": {
+        "hidden_size": 512, "num_hidden_layers": 4, "num_experts": 8, "moe_intermediate_size": 256,
+        "shared_expert_intermediate_size": 256, "full_attention_interval": 4, "num_attention_heads": 8,
+        "num_key_value_heads": 2, "vocab_size": 2000, "tie_word_embeddings": False,
+        "linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
+    },
+    "deepseek_v3": {
+        "hidden_size": 512, "intermediate_size": 2048, "moe_intermediate_size": 256, "num_hidden_layers": 5,
+        "first_k_dense_replace": 2, "n_routed_experts": 8, "n_shared_experts": 2, "num_attention_heads": 8,
+        "num_key_value_heads": 8, "q_lora_rank": 256, "kv_lora_rank": 128, "vocab_size": 2000,
+        "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64, "tie_word_embeddings": False,
+    },
+}  # fmt: skip
+"""Small configs with the names of fields that these families' published config.json files use."""
+
+
+@pytest.mark.parametrize("family", PUBLISHED)
+def test_layers_are_counted_as_published_configs_describe_them(family: str) -> None:
+    fields = PUBLISHED[family]
+    architecture = from_config({"model_type": family, **fields})
+    config = AutoConfig.for_model(family, **fields)
+    assert architecture.parameters == pytest.approx(built(config, family), rel=0.02)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_whole_model_s_tied_head_goes_before_its_language_model_s(tied: bool) -> None:
+    text = {**SMALL, "model_type": "qwen2", "num_key_value_heads": 2}
+    config = {"model_type": "internvl", "text_config": {**text, "tie_word_embeddings": not tied}}
+    untied = from_config({**config, "tie_word_embeddings": False}).parameters
+    difference = untied - from_config({**config, "tie_word_embeddings": tied}).parameters
+    assert difference == (SMALL["vocab_size"] * SMALL["hidden_size"] if tied else 0)
+
+
+@pytest.mark.parametrize(
+    "hostile",
+    [{"num_hidden_layers": 2**31 - 1}, {"num_layers_per_stack": 2**30}, {"first_k_dense_replace": -(2**31)},
+     {"attn_layer_period": 2**31}, {"layer_types": [["a"]]}, {"vision_config": {"depth": 10**400}},
+     {"mlp_layer_types": [None] * 10_000}],
+)  # fmt: skip
+def test_a_hostile_config_is_answered_at_once(hostile: dict[str, Any]) -> None:
+    config = {"model_type": "deepseek_v3", **PUBLISHED["deepseek_v3"], **hostile}
+    begin = time.monotonic()
+    with contextlib.suppress(UnknownArchitecture):
+        from_config(config)
+    assert time.monotonic() - begin < 1
