@@ -31,8 +31,8 @@ class Inputs:
     model_path: str
     layer_paths: tuple[str, ...]
     stored_attempt: int = 0
-    """The attempt under which the run directory is stored: the job's, or a later one if object storage has
-    later ones already, as it does after an older database was restored."""
+    """The attempt under which object storage keeps the run directory. It is the job's, unless object storage
+    has a newer attempt already, because an older database was restored; then it is the one after that."""
 
 
 def find_inputs(spec: Spec, settings: Settings) -> Inputs:

@@ -118,8 +118,8 @@ class JobStart:
 
 
 def _transient_reason(error: Exception) -> str | None:
-    """Why a job could not be started now, for a reason that is not the job's and may pass; None if it may
-    not."""
+    """Why a job could not be started now, if the reason has nothing to do with the job and may pass by
+    itself; None for any other reason."""
     if is_full(error):
         return DISK_FULL_FAILURE.message
     if isinstance(error, DBAPIError) and is_unavailable(error):

@@ -52,7 +52,7 @@ def run(folder: Path, steps: int) -> int:
         job = _submit(client, data, steps)
         console.print(f"job {job['id']}")
         show_plan(job)
-        console.print("Training takes two to five minutes on a laptop's processor.")
+        console.print("Training takes about three minutes on a laptop's processor.")
         status = follow(client, job["id"], stays=False)
         if status == 0:
             status = _report(client, job["id"], folder, entropy)

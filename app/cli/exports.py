@@ -54,7 +54,8 @@ def export(
     """Export a trained model for vLLM, Ollama, llama.cpp or transformers.
 
     A worker makes the export, loads it as its users will, and compares its predictions on held-out samples
-    with those of the trained model. The files are then downloaded into a folder that does not exist yet.
+    (on training samples if none are held out) with those of the trained model. The files are then downloaded
+    into a folder that does not exist yet.
     """
     with Client(url) as client:
         job_id = job_id or newest_with_model(client)

@@ -10,11 +10,12 @@ _LEAST_ROWS = 128
 """So that the matrix products are efficient."""
 
 _MOST_ROWS_ON_GPU = 2048
-"""Each chunk reads the head's weight and adds to its gradient: about 12 bytes for each element, if the
-gradient is fp32. The element takes part in 2 operations for each row and product, and an H100 does about 300
-in bf16 in the time in which it moves a byte (990 TFLOP/s and 3.35 TB/s in its data sheet). So beyond about
-600 rows, its three products (the logits and two gradients) take longer than the traffic; with this many rows,
-the traffic takes about a third as long as they do, and more rows would take more memory for little."""
+"""Each chunk reads the head's weight and adds to its gradient: about 12 bytes for each element of the weight,
+if the gradient is fp32. Each of a chunk's three products (the logits and two gradients) takes 2 operations
+for each element and row. In bf16, an H100 does about 300 operations in the time in which it moves one byte
+(990 TFLOP/s and 3.35 TB/s in its data sheet), so the products take as long as the traffic at about
+12 × 300 / (2 × 3) = 600 rows. With 2,048 rows, the traffic takes about a third of the products' time; still
+more rows would need more memory and gain little."""
 
 
 def rows_of_chunk(vocabulary: int, device: Literal["cpu", "cuda"]) -> int:

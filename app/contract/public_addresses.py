@@ -60,8 +60,8 @@ def address_of_redirect(scheme: str, host: str, port: int | None, *, from_scheme
     """The address to connect to where a redirect leads away from the hub. The connection must use that
     address, since the name could stand for another one a moment later.
 
-    A host that this machine finds must be public even if a proxy is set: clients of HTTP read NO_PROXY in
-    different ways, so the request may go there directly.
+    If this machine can resolve the host, its address must be public even if a proxy is set: HTTP clients read
+    NO_PROXY in different ways, so the request may bypass the proxy.
 
     Args:
         from_scheme: the scheme of the hub's own address; only from plain http may a redirect lead to plain

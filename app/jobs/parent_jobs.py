@@ -1,4 +1,5 @@
-"""The jobs whose models other jobs start from: they stay as long as an unfinished job needs them."""
+"""The jobs whose models other jobs start from. They stay as long as an unfinished job starts from them, or a
+job that is kept has adapters that were trained on their model."""
 
 from typing import Any
 

@@ -37,7 +37,7 @@ const TERMS = {
     "The norm of the whole step's gradient before clipping. Spikes often come from unusual samples; steady growth often means that the learning rate is too high.",
   throughput: "Input tokens a second, without padding.",
   memory:
-    "At each step, the highest memory so far (on a CPU, of the process; on a GPU, of its tensors), with the plan's prediction. The prediction assumes full-length samples and, on a GPU, includes CUDA's context and what the allocator keeps in reserve, so it is usually higher.",
+    "At each step, the highest memory so far (on a CPU, of the process; on a GPU, of its tensors), with the plan's prediction. The prediction assumes samples as long as the longest of the data and, on a GPU, includes CUDA's context and what the allocator keeps in reserve, so it is usually higher.",
   prediction:
     "The relative difference between predicted and measured peak memory, at the largest micro-batch that occurred. A positive value means that the job needed less than predicted.",
   as_chat:
@@ -49,13 +49,13 @@ const TERMS = {
   certificate:
     "Before the first step, the first window's gradient was computed in two different splits; this is their relative difference. A small value shows that accumulation does not change this model's gradient.",
   export:
-    "A copy of the model for other tools: a whole model for vLLM, Ollama or transformers, LoRA's adapters, or a GGUF file. A worker compares it with the trained model on held-out samples, and an export fails if it predicts other tokens in more than 0.1 % of cases (8 bits: 10 %), not counting near ties, in which the trained model finds both tokens about equally probable. DIR in the commands is the folder into which you unpack the files.",
+    "A copy of the model for other tools: a whole model for vLLM, Ollama or transformers, LoRA's adapters, or a GGUF file. A worker compares it with the trained model on held-out samples (on training samples if none are held out), and an export fails if it predicts other tokens in more than 0.1 % of cases (8 bits: 10 %), not counting near ties, in which the trained model finds both tokens about equally probable. DIR in the commands is the folder into which you unpack the files.",
   evidence:
     "measured: in a run on this service; simulated: by simulating the training step, without a GPU; formula: from the model's sizes; literature: a rule of thumb with its source; requested: your own value.",
   completions:
     "Prompts from held-out samples: the trained model's completion, next to the base model's and the expected text. Those at evaluations show how it got there.",
   own_metrics:
-    "A metric that the administrator of this service has added: a program scores completions of held-out prompts, first by the model before training, then by the saved model.",
+    "A metric that the administrator of this service has added: a program scores completions of held-out prompts, by the model before training, at each evaluation, and by the saved model.",
   noise: "Variance of the loss around its trend. A batch four times as large has about a quarter of it.",
 };
 

@@ -1,8 +1,9 @@
 """RMS norms and rotary embeddings of models in fp32 on a CPU, with backward passes of their own.
 
 The models of transformers write both as several operators. Autograd derives a backward pass from each
-operator, which reads and writes the states many times: halves of heads are gradients that are zero elsewhere,
-for example. Here, the derivative of the whole is written out, which needs fewer operators. liger-kernel does
+operator, which reads and writes the states many times. For a slice of each head, for example, it makes a
+gradient as large as the head that is zero outside of the slice. Here, the derivative of the whole is written
+out, which needs fewer operators. liger-kernel does
 the same in a single kernel each, on GPUs.
 
 Before the first step, the gradient is compared with that of the model's own layers.

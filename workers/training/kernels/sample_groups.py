@@ -24,8 +24,9 @@ class HeadRows:
     """Where the states of each token and head are, in a packed row and in the padded samples."""
 
     sources: Tensor
-    """For each vector of the padded states, the index of the one that is copied to it, among the packed
-    states as a matrix of shape (tokens × heads, width). Padding copies the sample's last token. int64."""
+    """For each vector of the padded states, the row of the packed states, seen as a matrix of shape
+    (tokens × heads, width), from which it is copied. Positions that are padding repeat the sample's last
+    token. int64."""
     places: Tensor
     """The index of each vector of the packed states among the padded ones; int64 of shape
     (tokens × heads,)."""

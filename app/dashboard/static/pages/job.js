@@ -186,7 +186,7 @@ async function draw(charts, { data: lines, evaluations }, job) {
         {
           x: [x[0], x.at(-1)],
           y: Array(2).fill(device.predicted_peak_bytes / GIB),
-          name: "predicted at full length",
+          name: "predicted for the longest sample",
           colour: "second",
           dash: "dash",
         },
