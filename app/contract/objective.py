@@ -82,3 +82,8 @@ class ObjectiveSpec(Frozen):
     @property
     def is_of_pairs(self) -> bool:
         return "preference" in FORMATS[self.name]
+
+    @property
+    def compares_answers_only(self) -> bool:
+        """Whether a pair whose answers are the same trains nothing: its two gradients cancel out."""
+        return self.is_of_pairs and self.name != "orpo" and not self.center_rewards_coefficient

@@ -61,6 +61,14 @@ class Lengths(ResponseModel):
     )
     over_max_length: int = Field(description="Examples longer than max_length, to be cut, split or rejected")
     without_targets: int = Field(description="Examples without a target token within max_length")
+    equal_answers: int = Field(
+        0, description="Pairs whose chosen and rejected answers are the same within max_length"
+    )
+    without_tool_calls: int = Field(
+        0,
+        description="Chats whose tool calls the model's chat template does not render, among those that "
+        "were read",
+    )
     kept: float | None = Field(
         None,
         ge=0,

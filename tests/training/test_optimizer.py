@@ -95,3 +95,19 @@ def test_biases_and_gains_have_no_weight_decay_whatever_their_shape(family: str)
         plain = parameter.ndim < 2 or name.endswith("bias") or "norm" in name
         assert (decays[parameter] == 0.0) == plain, name
     assert any(parameter.ndim > 1 for parameter in undecayed), "the case that this test is about"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_parameter_may_get_its_first_gradient_late(name: OptimizerName) -> None:
+    """As with LayerDrop, which leaves layers out of some steps."""
+    own = model()
+    spec = make_optimizer_spec(name)
+    if spec.momentum is not None:
+        spec = spec.model_copy(update={"momentum": 0.9})
+    optimizer = make_optimizer(spec, own.parameters())
+    for used in (own[:1], own, own[1:], own):
+        own.zero_grad(set_to_none=True)
+        inputs = torch.ones(4, 5 if used is not own and used[0] is own[1] else 6)
+        used(inputs).square().sum().backward()
+        optimizer.step()
+    assert all(torch.isfinite(parameter).all() for parameter in own.parameters())

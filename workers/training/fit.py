@@ -202,16 +202,37 @@ def evaluate(training: TrainingRun) -> None:
     if training.loader.validation is None:
         return
     found = evaluated(training)
-    loss, rewards = found.loss, rewards_of(training, found.measured)
-    accuracy, exact = (found.correct, found.exact) if rewards is None else (None, None)
-    if not isfinite(loss):
-        message = f"The validation loss at step {state.step} is not finite, and is ignored."
+    rewards = rewards_of(training, found.measured)
+    better = evaluation.record(state, found, spec.early_stopping, rewards)
+    if isfinite(found.loss):
+        _report_evaluation(training, found, rewards, better=better)
+    else:
+        message = f"The validation loss at step {state.step} is not finite."
         training.reporter.event(
             "evaluation", message, "warning", step=state.step, loss=None, token_accuracy=None, best=False
         )
-        state.evaluations.at_step = state.step
-        return
-    better = evaluation.record(state, found, spec.early_stopping, rewards)
+    if training.group.leads and not training.replica.is_sharded and isfinite(found.loss):
+        completions.at_evaluation(training)
+    if better:
+        save_checkpoint(training)
+    own, early_stopping = state.evaluations, spec.early_stopping
+    if early_stopping is not None and own.without_gain >= early_stopping.patience:
+        lowest = "none was finite"
+        if own.best_loss is not None:
+            lowest = f"the lowest validation loss is {own.best_loss:.4f} at step {own.best_step}"
+        training.reporter.event(
+            "stopped_early",
+            f"Stopped at step {state.step}: {own.without_gain} evaluations without enough improvement; "
+            f"{lowest}.",
+        )
+
+
+def _report_evaluation(
+    training: TrainingRun, found: Evaluated, rewards: Rewards | None, *, better: bool
+) -> None:
+    """Reports a validation loss as an event and to the trackers."""
+    spec, state, loss = training.assignment.spec, training.state, found.loss
+    accuracy, exact = (found.correct, found.exact) if rewards is None else (None, None)
     training.reporter.event(
         "evaluation",
         f"Validation loss {loss:.4f} at step {state.step}{', the best so far' if better else ''}"
@@ -227,17 +248,6 @@ def evaluate(training: TrainingRun) -> None:
     if accuracy is not None and exact is not None:
         tracked |= {"validation/token_accuracy": accuracy, "validation/exact_match": exact}
     training.trackers.write(state.step, tracked | named_by_trl(rewards, "validation/"))
-    if training.group.leads and not training.replica.is_sharded:
-        completions.at_evaluation(training)
-    if better:
-        save_checkpoint(training)
-    own, early_stopping = state.evaluations, training.assignment.spec.early_stopping
-    if early_stopping is not None and own.without_gain >= early_stopping.patience:
-        training.reporter.event(
-            "stopped_early",
-            f"Stopped at step {state.step}: {own.without_gain} evaluations without enough improvement; the "
-            f"lowest validation loss is {own.best_loss:.4f} at step {own.best_step}.",
-        )
 
 
 def _what_is_right(found: Evaluated, rewards: Rewards | None, *, classifies: bool) -> str:

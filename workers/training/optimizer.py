@@ -95,9 +95,11 @@ class OnHost(torch.optim.Optimizer):
                 copy.copy_(parameter)
 
 
-def _sgd_can_be_fused(trained: Sequence[nn.Parameter]) -> bool:
-    """On a CPU, fused SGD leaves nearly all 16-bit weights unchanged (found with torch 2.13)."""
-    return not any(p.device.type == "cpu" and p.dtype.itemsize < torch.float32.itemsize for p in trained)
+def _sgd_can_be_fused(trained: Sequence[nn.Parameter], momentum: float) -> bool:
+    """On a CPU, fused SGD leaves nearly all 16-bit weights unchanged. With momentum, it fails if a parameter
+    gets its first gradient after others have theirs, as with LayerDrop (both found with torch 2.13)."""
+    in_16_bits = (p.device.type == "cpu" and p.dtype.itemsize < torch.float32.itemsize for p in trained)
+    return not momentum and not any(in_16_bits)
 
 
 def _make(
@@ -119,7 +121,8 @@ def _make(
             return torch.optim.AdamW(groups, lr=rate, **_own(spec, "betas", "eps"), fused=True)
         case "sgd":
             options = _own(spec, "momentum", "nesterov")
-            return torch.optim.SGD(groups, lr=rate, **options, fused=_sgd_can_be_fused(trained))
+            fused = _sgd_can_be_fused(trained, options["momentum"])
+            return torch.optim.SGD(groups, lr=rate, **options, fused=fused)
         case "adafactor":
             return torch.optim.Adafactor(groups, lr=rate)
         case "adamw_8bit":

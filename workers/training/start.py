@@ -145,7 +145,8 @@ def _load(
     if objective is not None and objective.name != "classification" and turn_dropout_off(model):
         notes = [
             *notes,
-            f"dropout is turned off: {objective.name} compares sequences, which dropout would change",
+            "dropout and jitter are turned off: they would change the comparison of sequences in "
+            f"{objective.name}",
         ]
     for note in notes:
         reporter.event("changed", f"{note[0].upper()}{note[1:]}.", "warning")
@@ -233,6 +234,15 @@ def _check_exactness(
         )
 
 
+def _check_any_pair_differs(samples: Samples, max_length: int) -> None:
+    if all(samples.has_equal_answers(each) for each in np.flatnonzero(samples.targets).tolist()):
+        raise CannotTrain(
+            "nothing_to_learn",
+            "the chosen and the rejected answer are the same in every pair, within max_length "
+            f"{max_length}: raise max_length, or check the data",
+        )
+
+
 def _begin_objective(
     run: RunDirectory,
     assignment: Assignment,
@@ -253,7 +263,8 @@ def _begin_objective(
         at_start: whether the replica has the weights that the job starts from.
 
     Raises:
-        CannotTrain, Interrupted: see `reference_log_probabilities`.
+        CannotTrain: no pair has two different answers; or see `reference_log_probabilities`.
+        Interrupted: see there.
     """
     spec = assignment.spec
     if spec.objective is None:
@@ -265,6 +276,8 @@ def _begin_objective(
         if samples is None:
             continue
         samples.begin_objective(spec.objective)
+        if samples is loader.samples and spec.objective.compares_answers_only:
+            _check_any_pair_differs(samples, spec.data.max_length)
         if not spec.objective.has_reference:
             continue
         samples.reference = reference_log_probabilities(

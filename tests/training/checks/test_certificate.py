@@ -1,5 +1,8 @@
 """The gradient check finds models that compute a sample differently beside other samples."""
 
+import hashlib
+import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -7,10 +10,13 @@ import pytest
 import torch
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
+from app.contract.objective import OtherObjectiveName
 from app.contract.plan import FixedSize, MicroBatchRule, TokenBudget
+from tests.harness.preferences import preference_run
 from tests.harness.runs import create_run, small_data
 from tests.harness.specs import make_spec
 from tests.harness.training import events_of_kind, run_to_end, scale_losses
+from workers.run_directory import RunDirectory
 from workers.training.exceptions import CannotTrain
 
 
@@ -65,3 +71,45 @@ def test_the_gradient_check_joins_no_samples_if_micro_batches_hold_one(
     assert run_to_end(run).steps == 3
     assert len(events_of_kind(run, "certificate")) == 1
     assert not events_of_kind(run, "out_of_memory")
+
+
+def _pairs(folder: Path, equal: Sequence[bool], name: OtherObjectiveName, **changes: Any) -> RunDirectory:
+    """A run on pairs, some of which have the same answer twice."""
+    run = preference_run(folder, name, **changes)
+    assignment = run.assignment()
+    source = Path(assignment.data_file)
+    rows = [json.loads(line) for line in source.read_text().splitlines()][: len(equal)]
+    for row, same in zip(rows, equal, strict=True):
+        row["rejected"] = row["chosen"] if same else row["rejected"]
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    digest = hashlib.sha256(source.read_bytes()).hexdigest()
+    data = assignment.spec.data.model_copy(
+        update={"sha256": digest, "examples": len(rows), "validation": None}
+    )
+    spec = assignment.spec.model_copy(update={"data": data})
+    run.write_assignment(assignment.model_copy(update={"spec": spec}))
+    return run
+
+
+@pytest.mark.parametrize("name", ["dpo", "simpo", "reward"])
+@pytest.mark.parametrize("different", [1, 2, 20])
+def test_pairs_of_equal_answers_do_not_fail_the_gradient_check(
+    tmp_path: Path, name: OtherObjectiveName, different: int
+) -> None:
+    equal = [number >= different for number in range(40)]
+    run = _pairs(tmp_path, equal, name, effective_batch_size=8, max_steps=3)
+    outcome = run_to_end(run)
+    assert outcome.equivalence_error is not None
+    assert outcome.equivalence_error < 1e-5
+    [data] = events_of_kind(run, "data")
+    assert f"{40 - different} pairs whose chosen and rejected answers are the same" in data["message"]
+
+
+@pytest.mark.parametrize("name", ["dpo", "simpo", "reward"])
+def test_data_without_any_different_answers_is_refused(tmp_path: Path, name: OtherObjectiveName) -> None:
+    with pytest.raises(CannotTrain, match="the same in every pair"):
+        run_to_end(_pairs(tmp_path, [True] * 40, name))
+
+
+def test_orpo_also_learns_the_chosen_answers_of_equal_pairs(tmp_path: Path) -> None:
+    assert run_to_end(_pairs(tmp_path, [True] * 40, "orpo", max_steps=2)).steps == 2

@@ -134,3 +134,45 @@ def test_a_labelled_text_is_shown_as_a_classifier_reads_it(tmp_path: Path) -> No
         assert sample.target_tokens == samples.targets[number] == 1
     assert looked.lengths.longest == 4
     assert looked.lengths.without_targets == 0
+
+
+def test_pairs_with_equal_answers_are_counted(tmp_path: Path) -> None:
+    opening = "the same long opening of both answers "
+    lines = [
+        {"prompt": str(each), "chosen": opening + "yes", "rejected": opening + "no"} for each in range(3)
+    ]
+    assert seen(tmp_path, lines, "preference", max_length=30).lengths.equal_answers == 3
+    assert seen(tmp_path, lines, "preference", max_length=64).lengths.equal_answers == 0
+
+
+def test_samples_of_weight_zero_count_nothing(tmp_path: Path) -> None:
+    looked = seen(tmp_path, [{"text": "abc", "weight": 0}, {"text": "abc"}], "text")
+    assert looked.lengths.without_targets == 1
+    assert [sample.target_tokens for sample in looked.samples] == [0, 3]
+
+
+CALL = {"type": "function", "function": {"name": "get_weather", "arguments": "{}"}}
+
+
+@pytest.mark.parametrize("renders", [True, False])
+def test_tool_calls_that_the_template_leaves_out_are_counted(tmp_path: Path, renders: bool) -> None:
+    chat = {
+        "messages": [
+            {"role": "user", "content": "Rain?"},
+            {"role": "assistant", "content": "", "tool_calls": [CALL]},
+        ]
+    }
+    tokenizer = make_tokenizer()
+    if renders:
+        tokenizer.chat_template = (
+            "{% for m in messages %}<|turn|>{{ m.role }}\n{{ m.content }}{{ (m.tool_calls or '') | string }}"
+            "<|end|>{% endfor %}{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
+        )
+    source = tmp_path / "data.jsonl"
+    source.write_text("".join(json.dumps(each) + "\n" for each in (chat, CHAT)))
+    data = with_digest_of(source, spec("messages", examples=2, max_length=200))
+    looked = preview(PreviewSpec(model=model(), data=data, shown=2), source, tokenizer)
+    assert looked.lengths.without_tool_calls == (0 if renders else 1)
+    prepared = prepare(data, source, tokenizer, tmp_path / "p")
+    assert prepared.without_tool_calls == (0 if renders else 1)
+    assert any("tool calls" in note for note in prepared.notes(200)) is not renders

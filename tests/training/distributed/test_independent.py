@@ -8,13 +8,18 @@ import numpy as np
 import pytest
 import torch
 
-from app.contract.spec import RequestedSplit, Shard, Spec, ValidationSpec
+from app.contract.spec import EarlyStopping, RequestedSplit, Shard, Spec, ValidationSpec
+from tests.harness.preferences import preference_run
 from tests.harness.runs import create_run, events_of, small_data, start_trainer, until, with_ranks
 from tests.harness.specs import make_spec
 from tests.harness.training import finished, log_of_run, raw_log, weights
 from workers.run_directory import INTERRUPTED, RunDirectory
+from workers.training.checkpoints import checkpoint
+from workers.training.checkpoints.state import RunState
 from workers.training.data.preparation import of_shard
+from workers.training.distributed.combine import final_checkpoint
 from workers.training.distributed.independent import replica_folder
+from workers.training.models.parameters import Parameters
 
 SECONDS = 240.0
 STEPS = 6
@@ -81,6 +86,50 @@ def test_replicas_take_turns_on_one_device_and_the_best_is_the_job_s_model(tmp_p
     assert outcome.eval_loss == pytest.approx(losses[best], rel=1e-6)
     expected, own = weights(replica_folder(run, best)), weights(run)
     assert all(torch.equal(own[name], weight) for name, weight in expected.items())
+
+
+@pytest.mark.parametrize("stop_requested", [True, False])
+def test_a_replica_that_a_user_stops_keeps_its_model_as_it_is(tmp_path: Path, stop_requested: bool) -> None:
+    spec = spec_of(2, early_stopping=EarlyStopping(patience=1000, min_delta=0.0))
+    run = create_run(tmp_path / "run", spec)
+    model = torch.nn.Linear(2, 2)
+    content = checkpoint.collect(Parameters(model), torch.optim.SGD(model.parameters()))
+    state = RunState()
+    for step in (1, 2):
+        state.progress.step = step
+        state.position.consumed = step
+        state.evaluations.best_step = 1
+        state.progress.stop_requested = stop_requested and step == 2
+        checkpoint.save(run.checkpoints, state, content)
+    chosen = checkpoint.state_of(final_checkpoint(run))
+    assert chosen.progress.step == (2 if stop_requested else 1)
+
+
+@pytest.mark.thorough
+def test_completions_and_trackers_are_those_of_the_job(tmp_path: Path) -> None:
+    spec = spec_of(2, completions=3, report_to=("tensorboard",), certificate=False)
+    run = finished(run_of(tmp_path / "run", spec, 2))
+    completions, outcome = run.completions(), run.outcome()
+    assert completions is not None
+    assert outcome is not None
+    assert len(completions.data) == 3
+    assert all(each.before is not None and each.after is not None for each in completions.data)
+    assert list((run.path / "tensorboard").iterdir())
+    assert outcome.equivalence_error is None, "nothing was compared"
+
+
+@pytest.mark.thorough
+def test_rewards_are_those_of_all_replicas(tmp_path: Path) -> None:
+    split = RequestedSplit(accumulation_steps=None, micro_batch_size=None, devices=2)
+    laid = preference_run(tmp_path, "dpo", strategy="independent", split=split, max_steps=4)
+    run = finished(with_ranks(laid, [0.5, 0.5], "independent"))
+    parts = [raw_log(replica_folder(run, number)) for number in (0, 1)]
+    for step, line in enumerate(raw_log(run)):
+        margins = [part[step]["rewards"]["margin"] for part in parts]
+        samples = [part[step]["samples"] for part in parts]
+        assert line["rewards"]["margin"] == pytest.approx(np.average(margins, weights=samples))
+        losses = [part[step]["loss"] for part in parts]
+        assert line["loss"] == pytest.approx(np.average(losses, weights=samples))
 
 
 @pytest.mark.thorough

@@ -366,6 +366,7 @@ def test_a_reference_that_is_not_a_number_ends_the_job(
     [
         ("falcon", {"hidden_dropout": 0.5, "attention_dropout": 0.5}),
         ("opt", {"dropout": 0.5, "layerdrop": 0.5}),
+        ("mixtral", {"router_jitter_noise": 0.5}),
     ],
 )
 def test_dropout_that_a_layer_reads_from_the_configuration_is_turned_off(

@@ -1,6 +1,7 @@
 """What an evaluation computes from a micro-batch, and what follows from a validation loss."""
 
 from dataclasses import replace
+from math import inf, nan
 
 import pytest
 import torch
@@ -37,6 +38,15 @@ def test_training_stops_after_patience_evaluations_without_gain() -> None:
     state, _ = noted([5.0, 4.9, 4.8, 4.7], EarlyStopping(patience=3, min_delta=0.5))
     assert state.progress.stopped_early
     assert state.evaluations.best_step == 4
+
+
+def test_a_loss_that_is_not_finite_leaves_no_older_figures() -> None:
+    state, better = noted([5.0, nan, inf], EarlyStopping(patience=2, min_delta=0.0))
+    own = state.evaluations
+    assert better == [True, False, False]
+    assert (own.loss, own.token_accuracy, own.exact_match, own.at_step) == (None, None, None, 3)
+    assert (own.best_loss, own.best_step) == (5.0, 1)
+    assert state.progress.stopped_early
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])

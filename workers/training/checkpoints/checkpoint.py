@@ -182,7 +182,7 @@ def newest_whole(folder: Path) -> Path | None:
 def _load(path: Path, parameters: Parameters, optimizer: torch.optim.Optimizer) -> RunState:
     content = json.loads((path / "state.json").read_text())
     version = content.get("version", 1)
-    found = from_json(content["state"], version)
+    found = state_of(path)
     load_weights(path, parameters)
     # copies, since the optimizer keeps what it gets, and the file, which is mapped, will be deleted
     states = {name: own.clone() for name, own in load_file(path / "optimizer.safetensors").items()}
@@ -297,6 +297,12 @@ def best(folder: Path) -> Path | None:
         return None
     found = [path for path in newest_first(folder) if path.name.startswith(mark.read_text())]
     return next((path for path in found if _is_whole(path)), None)
+
+
+def state_of(path: Path) -> RunState:
+    """The state of the run when a checkpoint was written."""
+    content = json.loads((path / "state.json").read_text())
+    return from_json(content["state"], content.get("version", 1))
 
 
 def load_weights(path: Path, parameters: Parameters) -> None:

@@ -3,7 +3,8 @@
 head_check.py checks separately that the trained loss is the model's own.
 """
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -121,8 +122,7 @@ def certify(training: TrainingRun) -> None:
         InterruptionRequested: an interruption was requested.
     """
     spec, state, replica = training.assignment.spec, training.state, training.replica
-    # A ramp may begin with a sample or two, which no split changes: the full batch is compared.
-    window = training.loader.window(state.position.cursor, max(training.batch, spec.effective_batch_size))
+    window = _window_to_compare(training)
     denominator = training.loader.samples.denominator(window)
     if not spec.certificate or spec.clip_mode == "each_micro_batch":
         return
@@ -174,6 +174,33 @@ def certify(training: TrainingRun) -> None:
         scale.overflowed()
     certified = Certificate(error, sum(map(len, plan)), sum(map(len, reference)), compression_error)
     _report(training, window, certified, changed_choices(chosen) if chosen else 0)
+
+
+def _window_to_compare(training: TrainingRun) -> Indices:
+    """The samples of the next window, but of a full batch: a ramp may begin with a sample or two, which no
+    split changes. If the two answers of every pair in it are the same, so that its gradient is nothing but
+    rounding, other pairs of the data."""
+    spec, samples = training.assignment.spec, training.loader.samples
+    size = max(training.batch, spec.effective_batch_size)
+    window = training.loader.window(training.state.position.cursor, size)
+    if len(_that_differ(samples, window)):
+        return window
+    counted = np.flatnonzero(samples.targets)
+    found = itertools.islice(_differing(samples, counted), size)
+    return np.fromiter(found, dtype=np.int64)
+
+
+def _that_differ(samples: Samples, window: Indices) -> Indices:
+    """The samples whose two answers are not the same; with objectives that a pair of equal answers trains,
+    all."""
+    return np.fromiter(_differing(samples, window), dtype=np.int64)
+
+
+def _differing(samples: Samples, window: Indices) -> Iterator[int]:
+    objective = samples.objective
+    if objective is None or not objective.compares_answers_only:
+        return iter(window.tolist())
+    return (sample for sample in window.tolist() if not samples.has_equal_answers(sample))
 
 
 def _sent_exactly(replica: Replica) -> AbstractContextManager[None]:
@@ -294,7 +321,7 @@ def _few(window: Indices, samples: Samples, parameters: int) -> Indices:
     Args:
         parameters: of the model.
     """
-    counted = window[samples.targets[window] > 0]
+    counted = _that_differ(samples, window[samples.targets[window] > 0])
     ordered = counted[np.argsort(samples.lengths[counted], kind="stable")]
     most = _MOST_OPERATIONS_IN_FP64 / (_OPERATIONS_PER_WEIGHT * max(1, parameters))
     longest = max(int(np.searchsorted(samples.lengths[ordered], most, side="right")), 2) - 1

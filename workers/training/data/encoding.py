@@ -60,6 +60,7 @@ class ExampleEncoder:
         self._last_noted: int | None = None
         self.last_answers_only = 0
         """Chats of which only the last answer is learned, because of the chat template."""
+        self._without_tool_calls: set[int] = set()
 
     def __enter__(self) -> Self:
         return self
@@ -69,6 +70,11 @@ class ExampleEncoder:
     ) -> None:
         for renderer in self._renderers.values():
             renderer.close()
+
+    @property
+    def without_tool_calls(self) -> int:
+        """Lines with chats whose tool calls the chat template leaves out."""
+        return len(self._without_tool_calls)
 
     def samples(self, chunk: list[tuple[int, Example]]) -> Iterator[tuple[int, list[EncodedSequence]]]:
         """Yields each example's line number and its sequences: one, or those of both answers of a pair."""
@@ -176,7 +182,9 @@ class ExampleEncoder:
             rendered = self._render(template, [chats[number] for number in numbers])
             for number, texts in zip(numbers, rendered, strict=True):
                 made[number] = texts
-        for (_, chat), texts in zip(chats, made, strict=True):
+        for (number, chat), texts in zip(chats, made, strict=True):
+            if not all(name in texts[0] for name in _called(chat)):
+                self._without_tool_calls.add(number)
             if chat.messages[0].role == "assistant" and chat.messages[0].weight:
                 texts[1] = _opening_within(*texts[1:3])
         return [(whole, parts) for whole, *parts in made]
@@ -240,6 +248,14 @@ def _pieces(example: TextExample | PromptCompletion) -> list[Piece]:
     if isinstance(example, TextExample):
         return [(example.text, True)]
     return [(example.prompt, False), (example.completion, True)]
+
+
+def _called(chat: Chat) -> set[str]:
+    """The names of the functions that the assistant calls in a chat."""
+    calls = [call for message in chat.messages for call in message.tool_calls or ()]
+    functions = [call.get("function", call) for call in calls]
+    names = [function.get("name") for function in functions if isinstance(function, dict)]
+    return {name for name in names if isinstance(name, str)}
 
 
 def _prefixes(chat: Chat) -> list[tuple[int, bool]]:

@@ -55,6 +55,10 @@ class PreparationStatistics:
     """Chats of which only the last answer is learned."""
     without_targets: int = 0
     without_weight: int = 0
+    equal_answers: int = 0
+    """Pairs whose answers are the same, perhaps because both were cut."""
+    without_tool_calls: int = 0
+    """Chats whose tool calls the chat template leaves out."""
     unused_keys: list[str] = field(default_factory=list)
     """The first unknown keys that were found in the lines."""
 
@@ -74,6 +78,11 @@ class PreparationStatistics:
                 "an answer differently once other messages follow",
             ),
             (self.without_targets, "without a token that counts toward the loss"),
+            (self.equal_answers, "pairs whose chosen and rejected answers are the same within max_length"),
+            (
+                self.without_tool_calls,
+                "chats whose tool calls are lost, because the model's chat template does not render them",
+            ),
         )
         notes = [f"{count} {what}" for count, what in counted if count]
         if self.unused_keys:
@@ -157,6 +166,10 @@ class Samples:
         row = at - int(self._starts[chunk])
         start, stop = self._offsets[chunk][row : row + 2]
         return self._tokens[chunk][start:stop], self._counts[chunk][start:stop]
+
+    def has_equal_answers(self, sample: int) -> bool:
+        """Whether both answers of a pair are the same."""
+        return bool(np.array_equal(self.read(sample, 0)[0], self.read(sample, 1)[0]))
 
     def largest_token(self) -> int:
         return max((int(each.max()) for each in self._tokens if len(each)), default=0)
@@ -313,6 +326,7 @@ def _write(
             for (_, example), (number, sequences) in zip(chunk, encoder.samples(chunk), strict=True):
                 fitted = [fit_length(spec, number, *each, prepared) for each in sequences]
                 rows += itertools.chain.from_iterable(fitted)
+                prepared.equal_answers += have_equal_answers(fitted)
                 samples = sum(map(len, fitted)) // len(sequences)
                 weights.extend([float(np.float32(example.weight))] * samples)
                 if isinstance(example, LabelledCompletion | LabelledChat):
@@ -330,6 +344,7 @@ def _write(
             done += len(chunk)
             report(done, total)
     prepared.last_answers_only = encoder.last_answers_only
+    prepared.without_tool_calls = encoder.without_tool_calls
     sizes = np.array([lengths, targets], dtype=np.int64).reshape(2, -1, stored)
     sizes[1, np.array(weights) == 0.0] = 0
     np.save(folder / "sizes.npy", sizes.reshape(2, -1))
@@ -345,6 +360,11 @@ def _write(
     prepared.without_targets = int((counted == 0).sum())
     prepared.without_weight = weights.count(0)
     return prepared
+
+
+def have_equal_answers(fitted: list[list[EncodedSequence]]) -> bool:
+    """Whether a sample's two answers are the same once they were cut."""
+    return len(fitted) == 2 and [tokens for tokens, _ in fitted[0]] == [tokens for tokens, _ in fitted[1]]
 
 
 def _with_mismatches(

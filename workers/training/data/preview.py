@@ -3,17 +3,23 @@
 import hashlib
 from collections.abc import Iterator
 from heapq import nlargest
-from itertools import chain, compress, count, islice, repeat
+from itertools import compress, count, islice, repeat
 from math import ceil, log10
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
+from app.contract.data_formats import Example
 from app.contract.preview import DatasetPreview, LengthBin, Lengths, PreviewedSample, PreviewSpec
 from app.contract.spec import DataSpec
 from workers.training.data.encoding import EncodedSequence, ExampleEncoder
-from workers.training.data.preparation import PreparationStatistics, fit_length, read_examples
+from workers.training.data.preparation import (
+    PreparationStatistics,
+    fit_length,
+    have_equal_answers,
+    read_examples,
+)
 from workers.training.exceptions import CannotTrain
 
 MAX_EXAMPLES = 1000
@@ -46,7 +52,8 @@ def _previewed(order: PreviewSpec, source: Path, tokenizer: Any, encoder: Exampl
     kept: list[int] = []
     targets: list[int] = []
     longest, measured = 0, _measured(data)
-    for place, (number, sequences) in _samples(order, source, encoder, measured):
+    equal_answers = 0
+    for place, example, (number, sequences) in _samples(order, source, encoder, measured):
         rows = []
         for tokens, counts in sequences:
             longest = max(longest, len(tokens))
@@ -55,6 +62,8 @@ def _previewed(order: PreviewSpec, source: Path, tokenizer: Any, encoder: Exampl
             except CannotTrain:
                 rows = []  # too long, and refused: counted below
                 break
+        if example.weight == 0:
+            rows = [(tokens, [False] * len(tokens)) for tokens, _ in rows]
         if place < order.shown:
             answers = _PAIR if paired else repeat(None)
             if data.classes:  # the class is predicted at the last token
@@ -64,6 +73,7 @@ def _previewed(order: PreviewSpec, source: Path, tokenizer: Any, encoder: Exampl
                 for answer, row in zip(answers, rows, strict=False)
             ]
         if place in measured:
+            equal_answers += paired and have_equal_answers([[row] for row in rows])
             counted = [int(any(own)) if data.classes else sum(own[1:]) for _, own in rows]
             whole.append(max(len(tokens) for tokens, _ in sequences))
             kept.append(sum(len(own) for own, _ in rows))
@@ -76,21 +86,26 @@ def _previewed(order: PreviewSpec, source: Path, tokenizer: Any, encoder: Exampl
         max_length=data.max_length,
         overlength=data.overlength,
         samples=tuple(samples[: order.shown * (2 if paired else 1)]),
-        lengths=_lengths(np.array(whole), np.array(kept), np.array(targets), longest, data.max_length),
+        lengths=_lengths(
+            np.array(whole), np.array(kept), np.array(targets), longest, data.max_length
+        ).model_copy(
+            update={"equal_answers": equal_answers, "without_tool_calls": encoder.without_tool_calls}
+        ),
     )
 
 
 def _samples(
     order: PreviewSpec, source: Path, encoder: ExampleEncoder, measured: set[int]
-) -> Iterator[tuple[int, tuple[int, list[EncodedSequence]]]]:
-    """For each example that is read: its index, its line number, and its sequences."""
+) -> Iterator[tuple[int, Example, tuple[int, list[EncodedSequence]]]]:
+    """For each example that is read: its index, itself, its line number, and its sequences."""
     places = range(order.data.examples)
     longest = _longest(source) if len(measured) < len(places) else set()
     taken = [place < order.shown or place in measured or place in longest for place in places]
     examples = read_examples(order.data, source, taken)
-    chunks = iter(lambda: list(islice(examples, _CHUNK)), [])
-    encoded = chain.from_iterable(map(encoder.samples, chunks))
-    return zip(compress(places, taken), encoded, strict=True)
+    read = compress(places, taken)
+    while chunk := list(islice(examples, _CHUNK)):
+        for (_, example), encoded in zip(chunk, encoder.samples(chunk), strict=True):
+            yield next(read), example, encoded
 
 
 def _longest(source: Path) -> set[int]:

@@ -1,6 +1,7 @@
 """Makes a job's result from its independent replicas: the average of their weights, or the best of them."""
 
-from math import inf
+from dataclasses import replace
+from math import inf, isfinite
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ from workers.training.exceptions import CannotTrain, Interrupted, InterruptionRe
 from workers.training.models import base_model
 from workers.training.models.parameters import Parameters
 from workers.training.models.saving import save
+from workers.training.reporting import completions
 from workers.training.reporting.evaluation import Evaluated, evaluated
 from workers.training.reporting.report import rewards_of
 from workers.training.reporting.trackers import Trackers
@@ -37,21 +39,25 @@ def combine(run: RunDirectory, reporter: Reporter, interrupted: Interruption) ->
     outcomes = [_outcome(own) for own in replicas]
     best = min(range(len(outcomes)), key=lambda number: _order(outcomes[number]))
     own = replicas[best].assignment()
-    with Trackers((), own, run.path) as trackers:
+    with Trackers(assignment.spec.report_to, assignment, run.path) as trackers:
         training, _ = start(replicas[best], own, SilentReporter(own.attempt), trackers, interrupted)
-    if assignment.spec.average:
-        _average(training, [_weights(each) for each in replicas])
-    else:
-        checkpoint.load_weights(_weights(replicas[best]), training.replica.parameters)
-    found: Evaluated | None = None
-    if training.loader.validation is not None:
-        try:
-            found = evaluated(training)
-        except InterruptionRequested:
-            raise Interrupted from None
-    loss = None if found is None else found.loss
-    rewards = None if found is None else rewards_of(training, found.measured)
-    _report(reporter, outcomes, best, loss, average=assignment.spec.average)
+        if assignment.spec.average:
+            _average(training, [final_checkpoint(each) for each in replicas])
+        else:
+            checkpoint.load_weights(final_checkpoint(replicas[best]), training.replica.parameters)
+        found: Evaluated | None = None
+        if training.loader.validation is not None:
+            try:
+                found = evaluated(training)
+            except InterruptionRequested:
+                raise Interrupted from None
+        loss = None if found is None or not isfinite(found.loss) else found.loss
+        rewards = None if found is None else rewards_of(training, found.measured)
+        if loss is not None:
+            trackers.write(max(each.steps for each in outcomes), {"validation/loss": loss})
+        _report(reporter, outcomes, best, loss, average=assignment.spec.average)
+        whole = replace(training, run=run, reporter=reporter, assignment=assignment)
+        _complete_prompts(whole, replicas[0])
     tokenizer = base_model.load_tokenizer(training.base)
     spec = assignment.spec
     below = spec.model.below_adapters()
@@ -69,7 +75,9 @@ def combine(run: RunDirectory, reporter: Reporter, interrupted: Interruption) ->
         eval_exact_match=None if found is None or rewards is not None else found.exact,
         eval_rewards=rewards,
         best_step=None if spec.average else outcomes[best].best_step,
-        equivalence_error=max((each.equivalence_error or 0.0 for each in outcomes), default=None),
+        equivalence_error=max(
+            (each.equivalence_error for each in outcomes if each.equivalence_error is not None), default=None
+        ),
         replicas=tuple(
             ReplicaOutcome(
                 replica=number,
@@ -96,15 +104,29 @@ def _order(outcome: Outcome) -> tuple[float, float]:
     return first, second
 
 
-def _weights(run: RunDirectory) -> Path:
-    """The checkpoint with a replica's final weights."""
-    chosen = checkpoint.best(run.checkpoints) if run.assignment().spec.early_stopping else None
-    if chosen is None:
-        chosen = checkpoint.newest_whole(run.checkpoints)
-    if chosen is None:
+def final_checkpoint(run: RunDirectory) -> Path:
+    """The checkpoint with a replica's final weights: of its best step with early stopping, unless a user has
+    requested the model as it is."""
+    newest = checkpoint.newest_whole(run.checkpoints)
+    if newest is None:
         message = f"{run.path.name} has no undamaged checkpoint: check the disk, and submit the job again"
         raise CannotTrain("checkpoints_damaged", message)
-    return chosen
+    keeps_best = run.assignment().spec.early_stopping is not None
+    if keeps_best and not checkpoint.state_of(newest).progress.stop_requested:
+        return checkpoint.best(run.checkpoints) or newest
+    return newest
+
+
+def _complete_prompts(training: TrainingRun, first: RunDirectory) -> None:
+    """Completes held-out prompts with the job's model, beside what the base model made of them.
+
+    Args:
+        first: replica 0, which completed the prompts before it was trained.
+    """
+    before = first.completions()
+    if before is not None and training.run.completions() is None:
+        training.run.write_completions(before)
+    completions.after(training)
 
 
 def _average(training: TrainingRun, checkpoints: list[Path]) -> None:

@@ -8,7 +8,7 @@ for each step that all replicas have made (or ended before). Needs only the stan
 import logging
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -18,11 +18,13 @@ from pydantic import ValidationError
 
 from app.contract.assignment import Assignment
 from app.contract.plan import RankPlan
-from app.contract.reports import EventLine, Failure, LogLine, RankLine
+from app.contract.reports import EventLine, Failure, LogLine, RankLine, Rewards
 from app.contract.spec import Shard
 from workers.reporter import Reporter
 from workers.run_directory import INTERRUPTED, RunDirectory
 from workers.training.distributed.rank_launcher import start_process
+from workers.training.exceptions import CannotTrain
+from workers.training.reporting.trackers import Trackers
 
 log = logging.getLogger("accrue.trainer")
 
@@ -60,8 +62,14 @@ def train_replicas(run: RunDirectory, assignment: Assignment, interrupted: Calla
     """
     replicas = replicas_of(run, assignment)
     waiting = [number for number, own in enumerate(replicas) if own.outcome() is None]
-    with Reporter(run, assignment.attempt) as reporter:
-        merged = _Merged(replicas, reporter, len(assignment.plan.ranks), run.last_step())
+    try:
+        trackers = Trackers(assignment.spec.report_to, assignment, run.path)
+    except CannotTrain as error:
+        run.write_failure(Failure(code=error.code, message=str(error), permanent=True))
+        return 1
+    with Reporter(run, assignment.attempt) as reporter, trackers:
+        devices = len(assignment.plan.ranks)
+        merged = _Merged(replicas, reporter, devices, run.last_step(), trackers.step)
         status = _Team(run, assignment, replicas, waiting, merged).train(interrupted)
     if status != 0:
         return status
@@ -82,7 +90,10 @@ def _assignment_of(assignment: Assignment, number: int, rank: RankPlan) -> Assig
     """A replica's part of an assignment, on one device."""
     spec, plan = assignment.spec, assignment.plan
     shard = Shard(index=number, count=spec.split.devices)
-    own = spec.model_copy(update={"strategy": None, "shard": shard, "completions": 0, "report_to": ()})
+    completed = spec.completions if number == 0 else 0  # by the base model, which all replicas start from
+    own = spec.model_copy(
+        update={"strategy": None, "shard": shard, "completions": completed, "report_to": ()}
+    )
     alone = rank.model_copy(update={"rank": 0, "share_of_tokens": 1.0})
     return assignment.model_copy(
         update={"spec": own, "plan": plan.model_copy(update={"ranks": (alone,), "strategy": "ddp"})}
@@ -198,10 +209,18 @@ class _Merged:
     Args:
         devices: how many replicas train at the same time.
         reported: the last step that an earlier attempt has reported.
+        track: called with each line that is reported.
     """
 
-    def __init__(self, replicas: list[RunDirectory], reporter: Reporter, devices: int, reported: int) -> None:
-        self._reporter, self._replicas = reporter, replicas
+    def __init__(
+        self,
+        replicas: list[RunDirectory],
+        reporter: Reporter,
+        devices: int,
+        reported: int,
+        track: Callable[[LogLine], None],
+    ) -> None:
+        self._reporter, self._replicas, self._track = reporter, replicas, track
         self._at_once = min(devices, len(replicas))
         self._logs = [_Tail(own.metrics) for own in replicas]
         self._events = [_Tail(own.events) for own in replicas]
@@ -225,7 +244,9 @@ class _Merged:
         before = self._done
         while (own := self._complete(self._done + 1)) is not None:
             self._done += 1
-            self._reporter.step(self._combined(self._done, own))
+            line = self._combined(self._done, own)
+            self._reporter.step(line)
+            self._track(line)
             for lines, totals in zip(self._lines, self._totals, strict=True):
                 lines.pop(self._done, None)
                 totals.forget(self._done)
@@ -270,6 +291,9 @@ class _Merged:
             found = list(values)
             return sum(found) / len(found)
 
+        auxiliary = [(line.aux_loss, line.samples) for line in lines if line.aux_loss is not None]
+        rewards = [(line.rewards, line.samples) for line in lines if line.rewards is not None]
+        weights = [line.samples if rewards else line.tokens for line in lines]
         share = min(1.0, self._at_once / len(lines))
         ranks = tuple(self._totals[number].of(number, line) for number, line in own.items())
         memory = [line.memory_gb for line in lines if line.memory_gb is not None]
@@ -280,7 +304,8 @@ class _Merged:
                 "attempt": self._reporter.attempt,
                 "micro_step": sum(line.micro_step for line in lines),
                 "samples": sum(line.samples for line in lines),
-                "loss": sum(line.loss * line.tokens for line in lines) / max(1, tokens),
+                "loss": _mean([(line.loss, weight) for line, weight in zip(lines, weights, strict=True)])
+                or 0.0,
                 "loss_ema": mean(line.loss_ema for line in lines),
                 "grad_norm": mean(line.grad_norm for line in lines),
                 "tokens": tokens,
@@ -291,6 +316,9 @@ class _Merged:
                 "memory_gb": max(memory, default=None),
                 "peak_gb": max(peaks, default=None),
                 "reserved_gb": max(reserved, default=None),
+                "aux_loss": _mean(auxiliary),
+                "rewards": _mean_rewards(rewards),
+                "largest_tokens": max((line.largest_tokens or 0 for line in lines), default=0) or None,
                 "noise_scale": None,
                 "skipped": sum(line.skipped for line in lines),
                 "time": max(line.time for line in lines),
@@ -367,6 +395,24 @@ class _Totals:
             total_seconds=seconds,
             total_idle_seconds=0.0,
         )
+
+
+def _mean(weighted: Sequence[tuple[float, int]]) -> float | None:
+    """The mean of values with their weights; None without any."""
+    total = sum(weight for _, weight in weighted)
+    return sum(value * weight for value, weight in weighted) / total if total else None
+
+
+def _mean_rewards(weighted: Sequence[tuple[Rewards, int]]) -> Rewards | None:
+    """The mean of each measurement over the replicas that have it."""
+    if not weighted:
+        return None
+    own = [(rewards.model_dump(), weight) for rewards, weight in weighted]
+    means = {
+        name: _mean([(each[name], weight) for each, weight in own if each[name] is not None])
+        for name in Rewards.model_fields
+    }
+    return Rewards.model_validate(means)
 
 
 def _seconds(line: LogLine) -> float:

@@ -49,17 +49,18 @@ def _in_eval_mode(layer: torch.nn.Module, checkpoint: Any) -> Any:
 
 
 def turn_dropout_off(model: torch.nn.Module) -> bool:
-    """Sets every dropout probability of a model to 0: of its layers, and of its configuration, which some
-    layers read in each pass; `save` restores the configuration. Returns whether any was above 0."""
+    """Sets every dropout probability and the jitter of every router to 0: of a model's layers, and of its
+    configuration, which some layers read in each pass; `save` restores the configuration. Returns whether
+    any was above 0."""
     found = False
     for module in model.modules():
         for name, value in list(vars(module).items()):
-            is_probability = "drop" in name or (name == "p" and isinstance(module, torch.nn.Dropout))
-            if is_probability and isinstance(value, float) and value > 0.0:
+            is_random = _is_random(name) or (name == "p" and isinstance(module, torch.nn.Dropout))
+            if is_random and isinstance(value, float) and value > 0.0:
                 setattr(module, name, 0.0)
                 found = True
     for config in _configs_of(model):
-        fields = [name for name in vars(config) if "drop" in name and not name.startswith(_OTHER_HEADS)]
+        fields = [name for name in vars(config) if _is_random(name) and not name.startswith(_OTHER_HEADS)]
         above = {
             name: own for name in fields if isinstance(own := getattr(config, name), float) and own > 0.0
         }
@@ -77,6 +78,11 @@ def restore_dropout(model: torch.nn.Module) -> None:
         for name, value in getattr(config, "accrue_dropout", {}).items():
             setattr(config, name, value)
         vars(config).pop("accrue_dropout", None)
+
+
+def _is_random(name: str) -> bool:
+    """Whether an attribute or field of that name is how much randomness a layer has."""
+    return "drop" in name or "jitter" in name
 
 
 _OTHER_HEADS = ("summary_", "classifier", "cls_")

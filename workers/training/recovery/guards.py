@@ -22,6 +22,9 @@ RECENT = 50
 
 MIN_RECENT = 10
 
+_ROUNDING = 1e-5
+"""By how much two computations of the same loss may differ, relative to it."""
+
 _DIGEST_ELEMENTS = 2**18
 """The number of elements of each parameter that a digest contains; of a smaller one, all."""
 
@@ -70,14 +73,15 @@ def samples_at_fault(
 
 def spike_filter(losses: list[float], threshold: float) -> Callable[[float], bool]:
     """Returns a function that accepts a loss unless it is a spike, which is more than `threshold` standard
-    deviations (a z-score) above the mean of recent losses. It accepts every loss while fewer than
-    MIN_RECENT are known."""
+    deviations (a z-score) above the mean of recent losses, and by more than rounding. It accepts every loss
+    while fewer than MIN_RECENT are known."""
 
     def accept(loss: float) -> bool:
         recent = losses[-RECENT:]
         if len(recent) < MIN_RECENT:
             return True
-        return loss - fmean(recent) <= threshold * pstdev(recent)
+        mean = fmean(recent)
+        return loss - mean <= max(threshold * pstdev(recent), _ROUNDING * abs(mean))
 
     return accept
 

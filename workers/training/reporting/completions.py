@@ -63,14 +63,19 @@ def before(training: "TrainingRun") -> None:
 
 
 def after(training: "TrainingRun") -> None:
-    """Completes prompts with the model that is about to be saved."""
+    """Completes prompts with the model that is about to be saved; not with an independent replica, which is
+    not the job's model."""
+    if training.assignment.spec.shard is not None:
+        return
     _complete_prompts(training, lambda known, text: known.model_copy(update={"after": text}))
 
 
 def at_evaluation(training: "TrainingRun") -> None:
     """Completes prompts with the model as it is now, unless that has taken too much of the time and no metric
-    needs it."""
+    needs it; not with an independent replica."""
     step, spent = training.state.step, training.spent_on_completions
+    if training.assignment.spec.shard is not None:
+        return
     has_time = spent.allows_more() or bool(training.assignment.spec.metrics)
     if training.finished or not has_time or spent.seconds == inf:
         return

@@ -1,6 +1,7 @@
 """The validation loss, the accuracy of predictions on held-out samples, and early stopping."""
 
 from collections.abc import Callable
+from math import isfinite
 from typing import NamedTuple
 
 import numpy as np
@@ -163,9 +164,15 @@ def record(
     """Records an evaluation at the current step. Returns whether its loss is the lowest so far.
 
     The model with the lowest loss is kept, however small the gain. The patience of early stopping is reset
-    only by a gain of at least `min_delta` over the loss that reset it last.
+    only by a gain of at least `min_delta` over the loss that reset it last. A loss that is not finite is no
+    gain, and leaves the last evaluation without figures.
     """
     own, loss = state.evaluations, found.loss
+    if not isfinite(loss):
+        own.loss = own.token_accuracy = own.exact_match = own.rewards = None
+        own.at_step = state.step
+        _count_without_gain(state, early_stopping)
+        return False
     own.loss, own.at_step = loss, state.step
     own.token_accuracy = found.correct if rewards is None else None
     own.exact_match = found.exact if rewards is None else None
@@ -179,7 +186,12 @@ def record(
     if own.gained_loss is None or loss < own.gained_loss - least:
         own.gained_loss, own.without_gain = loss, 0
     else:
-        own.without_gain += 1
-    if early_stopping is not None and own.without_gain >= early_stopping.patience:
-        state.progress.stopped_early = True
+        _count_without_gain(state, early_stopping)
     return better
+
+
+def _count_without_gain(state: RunState, early_stopping: EarlyStopping | None) -> None:
+    """Counts an evaluation without a gain, and ends the run after too many of them."""
+    state.evaluations.without_gain += 1
+    if early_stopping is not None and state.evaluations.without_gain >= early_stopping.patience:
+        state.progress.stopped_early = True

@@ -44,6 +44,18 @@ export function showData(panel, preview) {
         { class: "is-warn" },
         `${number(lengths.without_targets)} ${some ? "of them" : "samples"} have no token that counts toward the loss within the first ${number(preview.max_length)} tokens.`,
       ),
+    lengths.equal_answers > 0 &&
+      h(
+        "p",
+        { class: "is-warn" },
+        `${number(lengths.equal_answers)} ${some ? "of them" : "samples"} have the same chosen and rejected answer within the first ${number(preview.max_length)} tokens.`,
+      ),
+    lengths.without_tool_calls > 0 &&
+      h(
+        "p",
+        { class: "is-warn" },
+        `${number(lengths.without_tool_calls)} chats lose their tool calls, because the model's chat template does not render them.`,
+      ),
     histogram(lengths.histogram),
   );
 }
