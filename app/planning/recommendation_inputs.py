@@ -61,11 +61,19 @@ _WARMUP_SHARE = 0.1
 
 
 def submission(
-    recommended: dict[str, Recommendation], method: str, devices: int, steps_total: int | None
+    recommended: dict[str, Recommendation],
+    method: str,
+    devices: int,
+    steps_total: int | None,
+    *,
+    fixes_split: bool,
 ) -> dict[str, Any]:
     """The recommended values as part of a request for a job.
 
     Args:
+        fixes_split: whether to request the micro-batch and the accumulation steps, since the training
+            depends on them (`clip_mode: each_micro_batch`). Otherwise they are left to the plan, which also
+            uses the lengths of the data.
         devices: the number of devices that they are for.
         steps_total: the length of the run; None: not known. Its warmup is then requested as a share of the
             steps, which may be fewer than the recommended warmup.
@@ -74,10 +82,10 @@ def submission(
     choices = ("learning_rate", *(("warmup_steps",) if steps_total is not None else ()), "optimizer",
                "gradient_checkpointing")  # fmt: skip
     of = {name: own.value for name, own in recommended.items()}
+    split = ("micro_batch_size", "accumulation_steps") if fixes_split else ()
     return {
         "target_effective_batch_size": of["effective_batch_size"],
-        "micro_batch_size": of["micro_batch_size"],
-        "accumulation_steps": of["accumulation_steps"],
+        **{name: of[name] for name in split},
         **({"num_gpus": devices} if devices > 1 else {}),
         "gradient_clipping": of["gradient_clipping"],
         "mixed_precision": of["precision"],
@@ -152,7 +160,7 @@ def situation(
         raise Unprocessable(f"{why}.", field="method" if recipe.quantised else "optimizer")
     limits = memory_limits(0.9, None, measurements.margin(session, recipe.device))
     usual = min(architecture.positions, DEFAULT_MAX_LENGTH)
-    sequence = usual if spec is None else spec.data.max_length
+    sequence = usual if spec is None or job is None else _sample_length(spec, job)
     sequences = 1 if spec is None else spec.data.sequences_per_sample
     batch = requested.target or recommended_batch(requested.samples)
     known = profiles.known(session, architecture, common_name(devices))
@@ -187,12 +195,19 @@ def situation(
         clip_mode=requested.clip_mode or "after_accumulation",
         measured_rate=learned,
         noise=noise,
+        sample_tokens=sequence,
         useful=min(rank.capacity.useful for rank in solution.ranks),
         useful_is_measured=solution.throughput is not None and solution.throughput.reached_plateau,
         kind=requested.kind,
         steps_total=_steps_total(job, requested, batch),
         objective="sft" if spec is None or spec.objective is None else spec.objective.name,
     )
+
+
+def _sample_length(spec: Spec, job: Job) -> int:
+    """The sample length that a job's plan assumes: that of its longest sample, if the lengths are measured."""
+    assumed = job.plan.get("sample_length")
+    return spec.data.max_length if assumed is None else int(assumed)
 
 
 def _largest(solution: Solution) -> int:

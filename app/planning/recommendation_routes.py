@@ -94,7 +94,11 @@ async def recommendations(
                 parameters=architecture.parameters,
                 **recommended,
                 submission=submission(
-                    recommended, requested.method or "full", len(devices), known.steps_total
+                    recommended,
+                    requested.method or "full",
+                    len(devices),
+                    known.steps_total,
+                    fixes_split=known.clip_mode == "each_micro_batch",
                 ),
                 advice=feasibility(known) + (advice_for(session, job) if job is not None else []),
             )

@@ -90,6 +90,8 @@ class Situation:
     noise: MeasuredNoise | None = None
     useful: int | None = None
     """The micro-batch beyond which throughput does not grow; None: unknown."""
+    sample_tokens: int | None = None
+    """Tokens of the samples that `micro_batch` and `useful` count; None: the default length."""
     useful_is_measured: bool = False
     """Whether `useful` was measured with this model on such a device; otherwise it is a rule of thumb."""
     kind: ModelKind = "transformer"
@@ -111,16 +113,16 @@ def recommend(situation: Situation) -> dict[str, Recommendation]:
     wanted = situation.target or _batch_by_noise(situation.noise) or recommended_batch(situation.samples)
     batch, micro = _feasible_batch(situation, min(wanted, MAX_EFFECTIVE_BATCH))
     steps = -(-batch // (micro * situation.devices))
-    optimizer = _optimizer(situation, batch)
+    optimizer, of_micro = _optimizer(situation, batch), _micro_batch(situation, micro)
     return {
         "effective_batch_size": _batch(situation, batch, wanted),
-        "micro_batch_size": _micro_batch(situation, micro),
-        "accumulation_steps": _predicted(
-            situation,
-            steps,
-            f"{batch} samples over {situation.devices} device{'s' * (situation.devices > 1)} in "
+        "micro_batch_size": of_micro,
+        "accumulation_steps": Recommendation(
+            value=steps,
+            why=f"{batch} samples over {situation.devices} device{'s' * (situation.devices > 1)} in "
             f"micro-batches of {micro}",
-            "high",
+            evidence=of_micro.evidence,
+            confidence=of_micro.confidence,
         ),
         "learning_rate": _rate(situation, optimizer.value, batch),
         "warmup_steps": _literature(
@@ -231,17 +233,16 @@ def _micro_batch(situation: Situation, micro: int) -> Recommendation:
     if micro == situation.useful and micro < situation.micro_batch and not situation.useful_is_measured:
         return _literature(
             micro,
-            "a CPU is hardly faster with larger micro-batches of this model (rule of thumb); run accrue tune "
-            "to measure it",
+            f"a CPU is hardly faster with larger micro-batches of this model (rule of thumb), if samples "
+            f"{_as_long_as(situation)}; run accrue tune to measure it. {_LEFT_TO_THE_PLAN}",
             "medium",
         )
     if micro == situation.useful and micro < situation.micro_batch:
         return Recommendation(
             value=micro,
             why="a tuning run on this kind of device measured no gain from larger micro-batches (up to "
-            f"{situation.micro_batch} full-length samples would fit), so use this size and more accumulation "
-            "steps. If you let the planner split the batch, it puts more samples than this into a "
-            "micro-batch when they are short",
+            f"{situation.micro_batch} samples would fit), if samples {_as_long_as(situation)}. "
+            f"{_LEFT_TO_THE_PLAN}",
             evidence="measured",
             confidence="high",
         )
@@ -252,9 +253,20 @@ def _micro_batch(situation: Situation, micro: int) -> Recommendation:
     return _predicted(
         situation,
         micro,
-        "the largest micro-batch predicted to fit, no larger than the target needs",
+        "the largest micro-batch predicted to fit, no larger than the target needs, if samples "
+        f"{_as_long_as(situation)}. {_LEFT_TO_THE_PLAN}",
         "medium" if situation.source == "formula" else "high",
     )
+
+
+_LEFT_TO_THE_PLAN = (
+    "Leave it out of a job: the plan puts more samples into a micro-batch where they are shorter"
+)
+
+
+def _as_long_as(situation: Situation) -> str:
+    tokens = situation.sample_tokens
+    return "have the default length" if tokens is None else f"have {tokens:,} tokens"
 
 
 def _clipping(situation: Situation, batch: int, steps: int) -> Recommendation:

@@ -261,3 +261,25 @@ def test_recommendations_shard_only_what_a_job_may_shard(client: TestClient, cli
     query = f"model_name=meta-llama/Llama-3.1-8B&clip_mode={clip_mode}" + "&gpus=80GB" * 4
     found = client.get(f"/gradient-accumulation/performance/recommendations?{query}").json()
     assert bool(found["advice"]) == (clip_mode == "each_micro_batch")
+
+
+def test_a_job_s_micro_batch_is_for_its_own_samples_and_left_to_the_plan(
+    client: TestClient, database: Database, settings: Settings
+) -> None:
+    job_id, _ = succeeded(database, settings)
+    path, found = "/gradient-accumulation/performance/recommendations", {}
+    for length in (None, 64):
+        with database.writing() as session:
+            job = session.get_one(Job, job_id)
+            job.plan = {**job.plan, "sample_length": length}
+        found[length] = client.get(path, params={"training_id": job_id, "target_batch_size": 64}).json()
+        assert not {"micro_batch_size", "accumulation_steps"} & found[length]["submission"].keys()
+        micro_batch, steps = found[length]["micro_batch_size"], found[length]["accumulation_steps"]
+        assert (steps["evidence"], steps["confidence"]) == (
+            micro_batch["evidence"],
+            micro_batch["confidence"],
+        )
+    assert "64 tokens" in found[64]["micro_batch_size"]["why"]
+    assert found[64]["micro_batch_size"]["value"] > found[None]["micro_batch_size"]["value"]
+    params = {"training_id": job_id, "clip_mode": "each_micro_batch"}
+    assert "accumulation_steps" in client.get(path, params=params).json()["submission"]
