@@ -118,6 +118,8 @@ def show_preview(seen: dict[str, Any]) -> None:
     ):
         if count:
             console.print(f"{count:,} {what}.", style="yellow", highlight=False)
+    if lengths["unused_keys"]:
+        console.print(f"Keys that are not used: {', '.join(lengths['unused_keys'])}.", highlight=False)
 
 
 def _measured(lengths: dict[str, Any], seen: dict[str, Any]) -> str:

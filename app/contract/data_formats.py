@@ -60,6 +60,8 @@ _LONGEST_LABEL = 200
 
 
 def _check_label(label: Any) -> Any:
+    if isinstance(label, float) and label.is_integer():
+        label = int(label)  # as pandas writes whole numbers beside missing ones
     if not isinstance(label, bool | int | str):
         raise ValueError("must be text, a whole number, or true or false")
     if label == "":
@@ -198,11 +200,15 @@ _CLASSES: dict[DataFormat, tuple[tuple[set[str], type[Example]], ...]] = {
 taken."""
 
 
+def _may_be_class(label: Any) -> bool:
+    return isinstance(label, bool | int | str) or (isinstance(label, float) and label.is_integer())
+
+
 def _class_for(name: DataFormat, row: dict[str, Any]) -> type[Example] | None:
     """The class of a format that the keys of the row belong to."""
     if name == "unpaired_preference" and not isinstance(row.get("label"), bool):
         return None  # a class index or a score, not a preference
-    if name == "classification" and not isinstance(row.get("label"), bool | int | str):
+    if name == "classification" and not _may_be_class(row.get("label")):
         return None  # a score, or none
     return next((own for keys, own in _CLASSES[name] if keys <= row.keys()), None)
 
@@ -266,9 +272,15 @@ def format_of(line: dict[str, Any]) -> DataFormat:
         'perhaps "label"), or '
         '"prompt", "chosen" and "rejected", or a shape such as Alpaca\'s or ShareGPT\'s; '
         f"found {', '.join(ascii(key[:MAX_KEY_LENGTH]) for key in sorted(line)[:8]) or 'none'}. If other "
-        'columns hold the samples, assign them: columns={"prompt": "question", "completion": '
-        '"answer"}'
+        f"columns hold the samples, assign them: columns={json.dumps(_assignment(line))}"
     )
+
+
+def _assignment(line: dict[str, Any]) -> dict[str, str]:
+    """Columns that a file may mean by ours, since only case and spaces differ; otherwise an example."""
+    ours = {name for shapes in _CLASSES.values() for keys, _ in shapes for name in keys}
+    meant = {key.strip().lower(): key[:MAX_KEY_LENGTH] for key in line if key.strip().lower() in ours}
+    return meant or {"prompt": "question", "completion": "answer"}
 
 
 def parse_line(raw: bytes | str, expected: DataFormat | None = None) -> tuple[DataFormat, Example]:
@@ -287,12 +299,18 @@ def parse_line(raw: bytes | str, expected: DataFormat | None = None) -> tuple[Da
     except UnicodeDecodeError as error:
         raise BadLine(f"not UTF-8 text ({error.reason} at byte {error.start})") from None
     except (ValueError, RecursionError) as error:
-        reason = str(error)[:120]
         raise BadLine(
-            f'not valid JSON ({reason}): a line is an object such as {{"text": "…"}}, or {{"prompt": "…", '
-            '"completion": "…"}'
+            f'not valid JSON ({why_not_json(error)}): a line is an object such as {{"text": "…"}}, or '
+            '{"prompt": "…", "completion": "…"}'
         ) from None
     return parse_row(value, expected)
+
+
+def why_not_json(error: ValueError | RecursionError) -> str:
+    """What is wrong with a line, and where in it."""
+    if isinstance(error, json.JSONDecodeError):
+        return f"{error.msg} at character {min(error.pos, len(error.doc.rstrip())) + 1}"
+    return str(error)[:120]
 
 
 def parse_row(value: Any, expected: DataFormat | None = None) -> tuple[DataFormat, Example]:

@@ -69,6 +69,9 @@ class Lengths(ResponseModel):
         description="Chats whose tool calls the model's chat template does not render, among those that "
         "were read",
     )
+    unused_keys: Annotated[tuple[str, ...], Field(fail_fast=True, max_length=20)] = Field(
+        (), description="Keys of the examples that training ignores, the first that were found"
+    )
     kept: float | None = Field(
         None,
         ge=0,

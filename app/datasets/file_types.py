@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from app.contract.data_formats import why_not_json
 from app.contract.row_shapes import ColumnField
 
 FileType = Literal["jsonl", "json", "csv", "parquet", "text"]
@@ -123,7 +124,7 @@ def _json_lines(path: Path, longest: int) -> Iterator[Row]:
             except UnicodeDecodeError as error:
                 raise BadFile(f"Line {number}: not UTF-8 text ({error.reason}).") from None
             except (ValueError, RecursionError) as error:
-                raise BadFile(f"Line {number}: not valid JSON ({str(error)[:120]}).") from None
+                raise BadFile(f"Line {number}: not valid JSON ({why_not_json(error)}).") from None
 
 
 def _json(path: Path, longest: int) -> Iterator[Row]:
@@ -236,16 +237,18 @@ def _cells(text: io.TextIOWrapper, is_tsv: bool) -> Iterator[Row]:
             raise BadFile("Two columns have the same name: the first row must have a name for each column.")
         number = 1
         for number, cells in enumerate(rows, start=2):  # the header is row 1, as in a spreadsheet
-            if not cells:
-                continue
+            if not any(cell.strip() for cell in cells):
+                continue  # spreadsheets save cleared rows as delimiters
             if len(cells) != len(header):
                 raise BadFile(
-                    f"Row {number} has {len(cells)} cells, but there are {len(header)} columns: write cells "
-                    "that contain the delimiter or line breaks in double quotes."
+                    f"Row {number} has {len(cells)} cell{'s' * (len(cells) != 1)}, but there are "
+                    f"{len(header)} columns: write cells that contain the delimiter or line breaks in double "
+                    "quotes."
                 )
             yield number, dict(zip(header, cells, strict=True))
     except UnicodeError as error:
-        raise BadFile(f"Not UTF-8 text after row {number} ({error.reason}): save it as UTF-8.") from None  # type: ignore[attr-defined]
+        where = f"in row {number + 1} or soon after"  # text is decoded block by block
+        raise BadFile(f"Not UTF-8 text {where} ({error.reason}): save it as UTF-8.") from None  # type: ignore[attr-defined]
     except csv.Error as error:
         raise BadFile(f"Not valid CSV after row {number} ({error}).") from None
 

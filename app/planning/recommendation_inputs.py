@@ -205,7 +205,7 @@ def situation(
 
 
 def _sample_length(spec: Spec, job: Job) -> int:
-    """The sample length that a job's plan assumes: that of its longest sample, if the lengths are measured."""
+    """The sample length that a job's plan assumes: that of its longest sample, once lengths are measured."""
     assumed = job.plan.get("sample_length")
     return spec.data.max_length if assumed is None else int(assumed)
 

@@ -35,7 +35,7 @@ from app.submissions.distribution import Distribution
 from app.submissions.durations import predict, with_duration
 from app.submissions.methods import training_from
 from app.submissions.metrics import with_metrics
-from app.submissions.objectives import training_for
+from app.submissions.objectives import training_for, warning_of_labels
 from app.submissions.requested_devices import check_workers_can_train, devices_of
 from app.webhooks import addresses
 from app.webhooks.addresses import NotAllowed
@@ -138,7 +138,8 @@ def check(
         profile_key = replace(profile_key, recipe=recipe)
         inputs.request_profile(profile_key)
     fewer = _fewer_steps(config, spec, plan)
-    warnings = tuple(filter(None, (requested.sharing().warning, devices.warning, fewer)))
+    labels = None if measured is None else warning_of_labels(measured.unused_keys, training.objective)
+    warnings = tuple(filter(None, (requested.sharing().warning, devices.warning, fewer, labels)))
     if warnings:
         plan = plan.model_copy(update={"warnings": (*plan.warnings, *warnings)})
     submission = Submission(

@@ -22,7 +22,8 @@ _SHAPES: dict[DataFormat, str] = {
     "preference": 'pairs: each line has a prompt (or messages), "chosen" and "rejected"',
     "unpaired_preference": "labelled answers: each line has a prompt and a completion (or messages), and "
     '"label" as true or false',
-    "classification": 'labelled texts: each line has "text" and "label"',
+    "classification": 'labelled texts: each line has "text", and "label" as text, a whole number, '
+    "or true or false",
     "messages": "texts, completions or chats to imitate",
 }
 """What a line of a format looks like, for messages."""
@@ -65,6 +66,21 @@ def training_for(training: TrainingConfig, data: DataFormat) -> TrainingConfig:
         if "learning_rate" not in training.model_fields_set:
             changes["learning_rate"] = default_rate(name, adapters=training.method != "full")
     return training.model_copy(update=changes)
+
+
+def warning_of_labels(unused_keys: Sequence[str], objective: ObjectiveName | None) -> str | None:
+    """A warning if lines have labels of a kind that no objective learns from.
+
+    Args:
+        unused_keys: the keys of the lines that training ignores.
+    """
+    if "label" not in unused_keys:
+        return None
+    return (
+        f"the field label is ignored, and {objective or 'sft'} learns from every line alike: answers that "
+        "are good or bad (kto) need true or false as their label, and texts of classes (classification) need "
+        "text, a whole number, or true or false"
+    )
 
 
 def objective_spec(training: TrainingConfig) -> ObjectiveSpec | None:

@@ -224,8 +224,20 @@ def test_a_long_document_is_divided_at_the_ends_of_lines(client: TestClient, set
         ("a.csv", b"prompt,completion\na,b,c\n", "Row 2 has 3 cells, but there are 2 columns"),
         ("a.csv", b'prompt,completion\n"a,b\n', "Not valid CSV after row 1"),
         ("a.csv", b"prompt,prompt\na,b\n", "Two columns have the same name"),
-        ("a.csv", b"text\n\xff\n", "Not UTF-8 text after row 0"),
+        ("a.csv", b"text\n\xff\n", "Not UTF-8 text in row 1 or soon after"),
         ("a.csv", b"text\n", "no sample"),
+        ("a.csv", b"text,weight\n,\n \n", "no sample"),
+        ("a.csv", b"text,weight\nhi\n", "Row 2 has 1 cell, but there are 2 columns"),
+        (
+            "a.csv",
+            b"Prompt, Completion \na,b\n",
+            'columns={"prompt": "Prompt", "completion": " Completion "}',
+        ),
+        (
+            "a.jsonl",
+            b'{"text": "a"}\n{"text": \n',
+            "Line 2: not valid JSON (Expecting value at character 9)",
+        ),
         ("a.csv", b"", "no sample"),
         ("a.csv", b"text,weight\nhi,much\n", "Row 2: weight: Input should be a valid number"),
         ("a.json", b'[{"text": "a"}, {"text": ', "Not valid JSON after row 1"),
@@ -402,3 +414,8 @@ def test_a_missing_library_is_named(
     monkeypatch.setattr("app.datasets.conversion._PASSED_ON", (*conversion._PASSED_ON, "PYTHONPATH"))
     answer = upload(client, "data.parquet", KINDS["parquet"](ALPACA))
     assert answer["detail"] == "Reading this kind of file needs the Python package pyarrow."
+
+
+def test_rows_of_empty_cells_are_skipped(client: TestClient) -> None:
+    answer = upload(client, "a.csv", b"prompt;completion;\na;b;\n;;\n  \n\nc;d;\n")
+    assert answer["examples"] == 2

@@ -272,7 +272,9 @@ def test_a_job_s_micro_batch_is_for_its_own_samples_and_left_to_the_plan(
         with database.writing() as session:
             job = session.get_one(Job, job_id)
             job.plan = {**job.plan, "sample_length": length}
-        found[length] = client.get(path, params={"training_id": job_id, "target_batch_size": 64}).json()
+            job.spec = {**job.spec, "data": {**job.spec["data"], "max_length": 1024}}
+        params = {"training_id": job_id, "target_batch_size": "4096", "gpus": "0.92GB"}
+        found[length] = client.get(path, params=params).json()
         assert not {"micro_batch_size", "accumulation_steps"} & found[length]["submission"].keys()
         micro_batch, steps = found[length]["micro_batch_size"], found[length]["accumulation_steps"]
         assert (steps["evidence"], steps["confidence"]) == (

@@ -8,6 +8,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from app.settings import Settings
+from app.submissions.objectives import warning_of_labels
 from tests.harness.requests import PATH, service
 
 PAIRS = [{"prompt": f"Say {each}", "chosen": " yes", "rejected": " no"} for each in range(8)]
@@ -203,3 +204,11 @@ def test_an_unsuitable_objective_is_named_where_it_was_given(
 ) -> None:
     status, answer = accrue.openai_job(CHATS, **given)
     assert (status, answer["error"]["param"]) == (400, param)
+
+
+def test_labels_that_no_objective_learns_from_get_a_warning() -> None:
+    assert warning_of_labels((), "sft") is None
+    assert warning_of_labels(("id",), "sft") is None
+    warning = warning_of_labels(("id", "label"), None)
+    assert warning is not None
+    assert "sft learns from every line alike" in warning

@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from types import FrameType
 
 import structlog
@@ -48,7 +49,8 @@ def main() -> None:
     torch.set_num_threads(1)
     stop = StopSignals()
     for device in ("cuda", "cpu"):  # warm up: import and compile what the first profile needs
-        previews.answer_one(database, settings)  # answer what was requested during the imports
+        with suppress(OperationalError):  # the loop below reports it
+            previews.answer_one(database, settings)  # what was requested during the imports
         make_profile(TINY_GPT2, Recipe(device=device, precision="bf16"), 128)
     log.info("profiler ready")
     changes = ChangeDetector(database)

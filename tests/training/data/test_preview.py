@@ -176,3 +176,8 @@ def test_tool_calls_that_the_template_leaves_out_are_counted(tmp_path: Path, ren
     prepared = prepare(data, source, tokenizer, tmp_path / "p")
     assert prepared.without_tool_calls == (0 if renders else 1)
     assert any("tool calls" in note for note in prepared.notes(200)) is not renders
+
+
+def test_keys_that_training_ignores_are_named(tmp_path: Path) -> None:
+    lines = [{"prompt": "p", "completion": "c", "label": 1, "id": 7}, {"prompt": "p", "completion": "c"}]
+    assert seen(tmp_path, lines, "prompt_completion").lengths.unused_keys == ("id", "label")

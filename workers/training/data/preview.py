@@ -52,13 +52,13 @@ def _previewed(order: PreviewSpec, source: Path, tokenizer: Any, encoder: Exampl
     kept: list[int] = []
     targets: list[int] = []
     longest, measured = 0, _measured(data)
-    equal_answers = 0
+    equal_answers, statistics = 0, PreparationStatistics()
     for place, example, (number, sequences) in _samples(order, source, encoder, measured):
         rows = []
         for tokens, counts in sequences:
             longest = max(longest, len(tokens))
             try:
-                rows += fit_length(data, number, tokens, counts, PreparationStatistics())
+                rows += fit_length(data, number, tokens, counts, statistics)
             except CannotTrain:
                 rows = []  # too long, and refused: counted below
                 break
@@ -73,6 +73,7 @@ def _previewed(order: PreviewSpec, source: Path, tokenizer: Any, encoder: Exampl
                 for answer, row in zip(answers, rows, strict=False)
             ]
         if place in measured:
+            statistics.note_unused(example)
             equal_answers += paired and have_equal_answers([[row] for row in rows])
             counted = [int(any(own)) if data.classes else sum(own[1:]) for _, own in rows]
             whole.append(max(len(tokens) for tokens, _ in sequences))
@@ -89,7 +90,11 @@ def _previewed(order: PreviewSpec, source: Path, tokenizer: Any, encoder: Exampl
         lengths=_lengths(
             np.array(whole), np.array(kept), np.array(targets), longest, data.max_length
         ).model_copy(
-            update={"equal_answers": equal_answers, "without_tool_calls": encoder.without_tool_calls}
+            update={
+                "equal_answers": equal_answers,
+                "without_tool_calls": encoder.without_tool_calls,
+                "unused_keys": tuple(statistics.unused_keys),
+            }
         ),
     )
 

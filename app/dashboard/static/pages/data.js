@@ -56,6 +56,7 @@ export function showData(panel, preview) {
         { class: "is-warn" },
         `${number(lengths.without_tool_calls)} chats lose their tool calls, because the model's chat template does not render them.`,
       ),
+    lengths.unused_keys.length > 0 && h("p", {}, `Keys that are not used: ${lengths.unused_keys.join(", ")}.`),
     histogram(lengths.histogram),
   );
 }
