@@ -8,7 +8,16 @@ from typing import Annotated, Any
 import typer
 
 from app.cli.client import Client
-from app.cli.options import DEFAULT_URL, AsJson, Job, NewestJob, NewestModel, Url, without_none
+from app.cli.options import (
+    DEFAULT_URL,
+    AsJson,
+    Job,
+    NewestJob,
+    NewestModel,
+    Url,
+    named_values,
+    without_none,
+)
 from app.contract.objective import OF_SEQUENCES
 from app.errors import NotFound
 
@@ -31,6 +40,10 @@ def jobs(
     limit: Annotated[int, typer.Option(min=1, max=100)] = 20,
     status: Annotated[str | None, typer.Option(help="queued, running, paused, succeeded, …")] = None,
     user: Annotated[str | None, typer.Option(help="Only jobs with this user_id")] = None,
+    metadata: Annotated[
+        list[str] | None,
+        typer.Option(help="Only jobs with this metadata; may be repeated", metavar="NAME=VALUE"),
+    ] = None,
     url: Url = DEFAULT_URL,
     as_json: AsJson = False,
 ) -> None:
@@ -38,11 +51,14 @@ def jobs(
     from app.cli.terminal import show_jobs
 
     with Client(url) as client:
-        page = client.get(ROOT, params=without_none({"limit": limit, "status": status, "user_id": user}))
+        own = named_values(metadata, "--metadata") or {}
+        noted = {f"metadata[{name}]": value for name, value in own.items()}
+        fields = {"limit": limit, "status": status, "user_id": user, **noted}
+        page = client.get(ROOT, params=without_none(fields))
     if as_json:
         typer.echo(json.dumps(page, indent=2))
     else:
-        show_jobs(page["data"], filtered=status is not None or user is not None)
+        show_jobs(page["data"], filtered=bool(status or user or metadata))
 
 
 @commands.command()

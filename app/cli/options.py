@@ -72,3 +72,19 @@ def columns_of(given: list[str] | None) -> dict[str, str] | None:
 def without_none(values: Mapping[str, Any]) -> dict[str, Any]:
     """The values that are not None."""
     return {name: value for name, value in values.items() if value is not None}
+
+
+def named_values(given: list[str] | None, option: str) -> dict[str, str] | None:
+    """The values of an option that may be repeated, such as --require, by name; None if there are none.
+
+    Raises:
+        typer.BadParameter: one is not of the form NAME=VALUE, or a name is given twice.
+    """
+    parts = [each.partition("=") for each in given or ()]
+    for name, equals, value in parts:
+        if not (name and equals and value):
+            raise typer.BadParameter(f"{name!r} is not of the form NAME=VALUE", param_hint=option)
+    found = {name: value for name, _, value in parts}
+    if len(found) < len(parts):
+        raise typer.BadParameter("a name is given twice", param_hint=option)
+    return found or None

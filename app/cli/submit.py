@@ -11,7 +11,7 @@ from urllib.parse import quote
 import typer
 
 from app.cli.client import Client, ServiceError
-from app.cli.options import DEFAULT_URL, AsJson, Columns, Url, columns_of, without_none
+from app.cli.options import DEFAULT_URL, AsJson, Columns, Url, columns_of, named_values, without_none
 from app.datasets.file_types import SUFFIXES
 from app.errors import InvalidRequest
 
@@ -103,6 +103,14 @@ def submit(
             show_default=False,
         ),
     ] = None,
+    metadata: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A note on the job that lists can be filtered by, such as project=support; may be repeated",
+            metavar="NAME=VALUE",
+            show_default=False,
+        ),
+    ] = None,
     column: Columns = None,
     settings: Settings = None,
     tune: Annotated[
@@ -135,7 +143,8 @@ def submit(
     more = {
         "accumulation_steps": steps, "num_gpus": _devices(num_gpus), "dry_run": dry_run,
         "tune": {True: "first", False: "off", None: None}[tune],
-        "requirements": _labels(require),
+        "requirements": named_values(require, "--require"),
+        "metadata": named_values(metadata, "--metadata"),
     }  # fmt: skip
     with Client(url) as client:
         job = submit_file(client, file, model, batch, dataset, training, more, settings, columns_of(column))
@@ -147,18 +156,6 @@ def submit(
             show_plan(job)
         if watch_it and not dry_run:
             sys.exit(follow(client, job["id"]))
-
-
-def _labels(given: list[str] | None) -> dict[str, str] | None:
-    """The labels of --require; None if none are given."""
-    parts = [each.partition("=") for each in given or ()]
-    for name, equals, value in parts:
-        if not (name and equals and value):
-            raise typer.BadParameter(f"{name!r} is not of the form NAME=VALUE", param_hint="--require")
-    found = {name: value for name, _, value in parts}
-    if len(found) < len(parts):
-        raise typer.BadParameter("a label is given twice", param_hint="--require")
-    return found or None
 
 
 def _devices(given: str | None) -> int | str | None:

@@ -220,10 +220,11 @@ def show_jobs(jobs: list[dict[str, Any]], *, filtered: bool = False) -> None:
     wide = console.width >= WIDE
     columns: list[Column | str] = [Column("job", no_wrap=True), "status", "step", "loss", "batch", "method"]
     table = Table(*columns, *(["val loss", "model", "created"] if wide else []), box=None)
+    reasons = {reason: None for job in jobs if (reason := waiting_for(job)) is not None}
     for job in jobs:
         progress = job["progress"]
         reason = waiting_for(job)
-        state = job["status"] + (f" ({reason})" if reason else "")
+        state = job["status"] + (f" ({reason})" if reason and len(reasons) > 1 else "")
         state += ", tuning only" if job["tune"] == "only" else ""
         more = [
             _number(job["result"] and job["result"]["eval_loss"]), job["model_name"],
@@ -236,6 +237,8 @@ def show_jobs(jobs: list[dict[str, Any]], *, filtered: bool = False) -> None:
         )  # fmt: skip
     none = "No jobs match." if filtered else "No jobs yet: accrue submit FILE."
     console.print(table if jobs else f"{none} With a key, you see only the jobs created with it.")
+    if len(reasons) == 1:
+        console.print(f"Queued jobs wait: {next(iter(reasons))}.", highlight=False, soft_wrap=True)
     for job in jobs:
         if job["error"]:
             message = f"{job['id']}: {job['error']['message']}"

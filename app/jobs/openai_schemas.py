@@ -5,7 +5,7 @@ Source: https://platform.openai.com/docs/api-reference/fine-tuning, and the type
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, StringConstraints
+from pydantic import AfterValidator, Field, StringConstraints
 
 from app.contract.base import Request, ResponseModel
 from app.contract.model_reference import StartingModel
@@ -18,6 +18,15 @@ Auto = Literal["auto"]
 OpenAIStatus = Literal["validating_files", "queued", "running", "paused", "succeeded", "failed", "cancelled"]
 
 Suffix = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64)]
+
+
+def _no_integrations(given: list[Any] | None) -> list[Any] | None:
+    if given:
+        raise ValueError(
+            "not supported: to write a job's figures for Weights & Biases, TensorBoard or MLflow, set "
+            "training_config.report_to"
+        )
+    return given
 
 
 class Hyperparameters(Request):
@@ -75,7 +84,7 @@ class FineTuningRequest(Request):
     seed: int | None = Field(None, ge=0, lt=2**31)
     suffix: Suffix | None = Field(None, description="Becomes part of the trained model's name")
     metadata: Metadata | None = None
-    integrations: Annotated[list[Any], Field(max_length=0, fail_fast=True)] | None = Field(
+    integrations: Annotated[list[Any] | None, AfterValidator(_no_integrations)] = Field(
         None, description="Not supported: use training_config.report_to"
     )
     accumulation: JobOptions = Field(default_factory=JobOptions)

@@ -32,7 +32,7 @@ from app.storage.tables import Job, ProfileRequest, Worker
 
 Verdict = Literal["ok", "warning", "error"]
 
-_LOW_DISK_BYTES = 5 * GIB
+_LOW_DISK_BYTES, _FULL_DISK_BYTES = 5 * GIB, GIB // 10
 _SILENT_SECONDS = 30.0
 
 _WAL_RESET_FIXED = (3, 51, 3)
@@ -161,6 +161,9 @@ def _disk_space(settings: Settings) -> Finding:
         folder = folder.parent
     free = shutil.disk_usage(folder).free
     message = f"{free / GIB:.1f} GiB free"
+    if free < _FULL_DISK_BYTES:
+        why = "so uploads, submissions and checkpoints fail or soon will"
+        return Finding("disk", "error", f"{message}, {why}: delete ended jobs, or set ACCRUE_DATA_DIR")
     if free < _LOW_DISK_BYTES:
         why = "which is too little for a large model's checkpoints"
         return Finding("disk", "warning", f"{message}, {why}: delete ended jobs, or set ACCRUE_DATA_DIR")

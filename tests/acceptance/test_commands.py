@@ -68,10 +68,12 @@ def test_a_model_from_a_plan_to_a_folder(shared: Accrue, tmp_path: Path) -> None
     dry = run(shared, *requested, "--dry-run", "--json", "--set", "training_config.method=lora")
     assert json.loads(dry)["training_config"]["method"] == "lora"
     assert "FIELD=VALUE" in shared.command(*requested, "--set", "nothing").stderr
-    job_id = run(shared, *requested).split()[0]
+    job_id = run(shared, *requested, "--metadata", "project=a b").split()[0]
     assert "succeeded: loss" in run(shared, "watch", job_id)
     assert shared.job(job_id)["progress"]["samples_seen"] == 12
-    assert job_id in run(shared, "jobs")
+    assert job_id in run(shared, "jobs", "--metadata", "project=a b")
+    assert job_id not in run(shared, "jobs", "--metadata", "project=other")
+    assert "NAME=VALUE" in shared.command("jobs", "--metadata", "project").stderr
     assert job_id in {job["id"] for job in json.loads(run(shared, "jobs", "--json"))["data"]}
 
     told = run(shared, "logs", job_id)

@@ -2,6 +2,7 @@
 
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -81,3 +82,11 @@ def test_the_engine_of_trainers_is_called(
     (found,) = [each for each in doctor.examine(chosen) if each.what == "engine"]
     assert found.verdict == verdict
     assert message in found.message
+
+
+@pytest.mark.parametrize(("free", "verdict"), [(50e6, "error"), (2e9, "warning"), (100e9, "ok")])
+def test_a_full_disk_is_an_error(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch, free: float, verdict: str
+) -> None:
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    assert doctor._disk_space(settings).verdict == verdict

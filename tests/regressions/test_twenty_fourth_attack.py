@@ -306,6 +306,7 @@ def test_a_few_samples_of_all_lengths_are_compared_in_fp64() -> None:
     class Lengths:
         lengths = np.array([50, 3, 7, 900, 20, 4, 300])
         targets = np.array([49, 2, 6, 899, 0, 3, 299])
+        objective = None
 
     window = np.arange(7)
     assert _few(window, Lengths(), 1000).tolist() == [1, 5, 0, 3]  # type: ignore[arg-type]
