@@ -30,5 +30,5 @@ RUN pip install -c constraints.txt -e '.[postgresql,qlora,kernels,s3]' && python
 USER 10001
 VOLUME /data
 HEALTHCHECK --interval=30s --timeout=10s --start-period=60s \
-    CMD ["python", "-m", "workers.alive"]
+    CMD ["python", "-m", "workers.health_check"]
 CMD ["accrue", "worker"]

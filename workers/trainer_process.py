@@ -17,7 +17,7 @@ from app.contract.regular_files import append_regular
 from app.contract.reports import Failure
 from app.errors import BadSetting
 from app.planning.devices import Device
-from workers.children import are_gone, children_of
+from workers.orphaned_processes import are_gone, children_of
 from workers.run_directory import (
     DISK_FULL,
     DISK_FULL_FAILURE,

@@ -12,9 +12,9 @@ from app.planning.devices import GIB
 from app.storage.database import database_now
 from app.storage.session import OF_EVERYONE
 from app.storage.tables import Job, Worker
-from app.web.database_sessions import SessionRoute
 from app.web.dependencies import CurrentSettings, Reading
 from app.web.routers import native_router
+from app.web.session_route import SessionRoute
 
 ANOTHER_KEYS_JOB = "another key's job"
 

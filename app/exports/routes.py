@@ -28,7 +28,6 @@ from app.storage import stored_files
 from app.storage.database import Database
 from app.storage.session import Session
 from app.storage.tables import Export
-from app.web.database_sessions import SessionRoute
 from app.web.dependencies import (
     CurrentDatabase,
     CurrentIdempotentRequest,
@@ -42,6 +41,7 @@ from app.web.dependencies import (
 )
 from app.web.pagination import page_of
 from app.web.routers import native_router
+from app.web.session_route import SessionRoute
 
 router = native_router("/training", tags=["training"], route_class=SessionRoute)
 

@@ -23,10 +23,10 @@ from app.storage.ids import new_id
 from app.storage.session import Session
 from app.storage.tables import Configuration, Job
 from app.submissions.build_spec import resolve_batch
-from app.web.database_sessions import SessionRoute
 from app.web.dependencies import After, CurrentDatabase, CurrentIdempotentRequest, Limit, Reading, Writing
 from app.web.pagination import page
 from app.web.routers import native_router
+from app.web.session_route import SessionRoute
 
 router = native_router(tags=["configurations"], route_class=SessionRoute)
 

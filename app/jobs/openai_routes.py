@@ -38,7 +38,6 @@ from app.submissions import admission, key_limits, openai_requests
 from app.submissions.admission import AdmittedRequest
 from app.submissions.handler import SubmissionHandler, submit
 from app.submissions.idempotency import IdempotentRequest
-from app.web.database_sessions import SessionRoute
 from app.web.dependencies import (
     After,
     CurrentDatabase,
@@ -55,6 +54,7 @@ from app.web.dependencies import (
 )
 from app.web.pagination import page, page_of
 from app.web.routers import openai_router
+from app.web.session_route import SessionRoute
 
 router = openai_router("/v1/fine_tuning/jobs", tags=["OpenAI: fine-tuning"], route_class=SessionRoute)
 

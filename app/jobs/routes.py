@@ -34,7 +34,6 @@ from app.submissions import admission, key_limits
 from app.submissions.admission import AdmittedRequest
 from app.submissions.handler import SubmissionHandler, as_json, submit
 from app.submissions.idempotency import IdempotentRequest
-from app.web.database_sessions import SessionRoute
 from app.web.dependencies import (
     After,
     CurrentDatabase,
@@ -53,6 +52,7 @@ from app.web.downloads import ClosingStream
 from app.web.event_stream import EventStream
 from app.web.pagination import page
 from app.web.routers import native_router
+from app.web.session_route import SessionRoute
 
 log = structlog.get_logger("accrue.service")
 

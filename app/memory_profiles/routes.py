@@ -11,10 +11,10 @@ from app.errors import Forbidden
 from app.memory_profiles import profiles
 from app.security.keys import Caller
 from app.storage.tables import StoredProfile
-from app.web.database_sessions import SessionRoute
 from app.web.dependencies import After, CurrentCaller, Limit, Reading, Writing
 from app.web.pagination import page
 from app.web.routers import native_router
+from app.web.session_route import SessionRoute
 
 router = native_router("/profiles", tags=["profiles"], route_class=SessionRoute)
 

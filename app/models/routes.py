@@ -9,9 +9,9 @@ from app.models import base_models, starting_models, trained_models
 from app.settings import Settings
 from app.storage.database import Database
 from app.storage.tables import Job
-from app.web.database_sessions import SessionRoute
 from app.web.dependencies import CurrentDatabase, CurrentSettings, Reading, Slowly
 from app.web.routers import openai_router
+from app.web.session_route import SessionRoute
 
 router = openai_router("/v1/models", tags=["OpenAI: models"], route_class=SessionRoute)
 

@@ -25,9 +25,9 @@ from app.planning.recommendations import (
 from app.planning.schemas import Recommendations
 from app.settings import Settings
 from app.storage.session import Session
-from app.web.database_sessions import SessionRoute
 from app.web.dependencies import CurrentDatabase, CurrentSettings, Slowly
 from app.web.routers import native_router
+from app.web.session_route import SessionRoute
 
 router = native_router(tags=["performance"], route_class=SessionRoute)
 

@@ -19,7 +19,6 @@ from app.results.schemas import CompletionsResponse, Metrics, Profile
 from app.results.series import Evaluation, evaluations, last_step, pages_of, series
 from app.settings import Settings
 from app.storage.database import Database
-from app.web.database_sessions import SessionRoute
 from app.web.dependencies import (
     CurrentDatabase,
     CurrentSettings,
@@ -30,6 +29,7 @@ from app.web.dependencies import (
     StreamOf,
 )
 from app.web.routers import native_router
+from app.web.session_route import SessionRoute
 
 router = native_router("/training", tags=["training"], route_class=SessionRoute)
 

@@ -9,10 +9,10 @@ from app.contract.base import Page
 from app.errors import Forbidden
 from app.observability.schemas import AuditResponse
 from app.storage.tables import AuditEntry
-from app.web.database_sessions import SessionRoute
 from app.web.dependencies import After, CurrentCaller, Limit, Reading
 from app.web.pagination import page
 from app.web.routers import native_router
+from app.web.session_route import SessionRoute
 
 router = native_router(tags=["audit"], route_class=SessionRoute)
 

@@ -30,13 +30,13 @@ from app.planning.recipes import least_capable, recipe_of
 from app.settings import Settings
 from app.statistics.performance import Speed
 from app.storage.database import Database
+from app.submissions.adapter_method import training_from
 from app.submissions.build_spec import Data, build_spec
 from app.submissions.distribution import Distribution
 from app.submissions.durations import predict, with_duration
-from app.submissions.methods import training_from
-from app.submissions.metrics import with_metrics
 from app.submissions.objectives import training_for, warning_of_labels
 from app.submissions.requested_devices import check_workers_can_train, devices_of
+from app.submissions.requested_metrics import with_metrics
 from app.webhooks import addresses
 from app.webhooks.addresses import NotAllowed
 

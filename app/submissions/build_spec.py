@@ -32,8 +32,8 @@ from app.planning.split import (
     resolve,
     without_accumulation,
 )
+from app.submissions.adapter_method import method_from
 from app.submissions.distribution import Distribution
-from app.submissions.methods import method_from
 from app.submissions.objectives import data_for, objective_spec
 from app.submissions.optimizer import optimizer_spec, schedule_spec
 from app.submissions.tuning import tuning_of

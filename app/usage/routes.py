@@ -16,9 +16,9 @@ from app.storage.tables import Key
 from app.usage import quotas, records
 from app.usage.records import NO_KEY, month_of
 from app.usage.schemas import QuotaResponse, UsageOfDay, UsageResponse
-from app.web.database_sessions import SessionRoute
 from app.web.dependencies import CurrentCaller, Reading
 from app.web.routers import native_router
+from app.web.session_route import SessionRoute
 
 router = native_router(tags=["statistics"], route_class=SessionRoute)
 

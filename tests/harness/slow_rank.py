@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from workers.run_directory import RunDirectory
+from workers.training.attempt import train
 from workers.training.distributed.shares import Shares
 from workers.training.replica import Replica
-from workers.training.trainer import train
 
 
 def slow_down(seconds: float, factor: float, *, emulated: bool = False) -> None:

@@ -23,11 +23,11 @@ from app.contract.model_reference import LoraSpec, ModelLayer, ModelReference
 from app.planning.architectures import from_config
 from app.planning.catalogue import TINY_GPT2
 from tests.harness.any_family import ALL, long_rope, make_any, small_config
+from workers.inference.answer_parts import merged_parts
+from workers.inference.answer_queue import AnswerQueue
 from workers.inference.batching_check import check_batching
-from workers.inference.coalescing import coalesced
 from workers.inference.engine import Engine
 from workers.inference.loading import Loaded, load
-from workers.inference.order_queue import OrderQueue
 from workers.inference.prompts import PromptReader
 from workers.inference.protocol import AnswerOrder, Reported
 from workers.inference.sampling import Sampling, SamplingDefaults
@@ -97,7 +97,7 @@ def answers(
     running.start()
     running.join(120)
     assert not running.is_alive()
-    return {request_id: coalesced(own) for request_id, own in parts.items()}
+    return {request_id: merged_parts(own) for request_id, own in parts.items()}
 
 
 def loaded_with(model: Any, tokenizer: Any = TOKENIZER) -> Loaded:
@@ -270,7 +270,7 @@ def test_a_key_with_slow_prompts_does_not_delay_another_key(
 
 
 def test_a_request_that_is_cancelled_while_it_waits_is_not_prepared() -> None:
-    orders = OrderQueue()
+    orders = AnswerQueue()
     for request_id, key_id in (("0", "a"), ("1", "a"), ("2", "b"), ("3", None)):
         orders.add(AnswerOrder(id=request_id, order=ordered((1,)), key_id=key_id))
     orders.remove("0")

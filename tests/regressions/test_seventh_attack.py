@@ -35,8 +35,8 @@ from tests.harness.log_lines import line
 from tests.harness.runs import create_run, until
 from tests.harness.submissions import submitted
 from workers import ingest as ingestion
-from workers.children import are_gone, children_of
 from workers.ingest import Position
+from workers.orphaned_processes import are_gone, children_of
 from workers.reporter import Reporter
 from workers.run_directory import RunDirectory
 

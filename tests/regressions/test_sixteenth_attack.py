@@ -30,10 +30,10 @@ from tests.harness.training import interrupted_at, run_to_end, weights
 from workers.run_directory import RunDirectory
 from workers.slots import Slots
 from workers.supervisor import Supervisor
+from workers.training.attempt import _crash
 from workers.training.exceptions import CannotTrain
 from workers.training.models.base_model import stage_base_model
 from workers.training.start import _check_token_ids
-from workers.training.trainer import _crash
 
 CONFIG = "/gradient-accumulation/config"
 

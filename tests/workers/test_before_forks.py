@@ -19,7 +19,7 @@ pytestmark = pytest.mark.thorough
     "module",
     [
         "workers.inference.engine_main",
-        "workers.training.trainer",
+        "workers.training.attempt",
         "workers.profiling.__main__",
         "workers.exports.__main__",
         "workers.exports.export_main",

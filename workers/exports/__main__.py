@@ -29,8 +29,8 @@ from app.storage.disk import remove_tree
 from app.storage.ids import new_id
 from app.storage.objects import Manifest, object_storage
 from workers import background
-from workers.children import children_of, wait_until_gone
 from workers.exports.protocol import RESULT, ExportTask
+from workers.orphaned_processes import children_of, wait_until_gone
 from workers.run_directory import TOKEN_VARIABLE
 from workers.stop_signals import StopSignals
 from workers.trainer_process import WITHOUT_NETWORK, device_environment, pipe_with

@@ -24,7 +24,7 @@ from app.storage.database import ChangeDetector, Database
 from app.storage.disk import remove_tree
 from workers import background
 from workers.inference import engine_folders
-from workers.inference.coalescing import coalesced
+from workers.inference.answer_parts import merged_parts
 from workers.inference.engine_process import EngineProcess
 from workers.inference.placement import DoesNotFit, Place, Placement, threads_of_cpu
 from workers.inference.protocol import AnswerOrder, LoadOrder, Reported
@@ -387,7 +387,7 @@ class Dispatcher:
         having = [request for request in self._open.values() if request.parts]
         if not having:
             return
-        parts = {(request.id, request.stored): coalesced(list(request.parts)) for request in having}
+        parts = {(request.id, request.stored): merged_parts(list(request.parts)) for request in having}
         with self._database.writing() as session:
             still = requests.store(session, self._process_id, parts)
         for request in having:

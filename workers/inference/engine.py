@@ -15,11 +15,11 @@ from torch import Tensor
 from app.contract.inference import AnswerPart, ChoiceDelta, InferenceError, InferenceOrder, Usage
 from app.contract.model_reference import ModelLayer
 from workers.inference import batching_check, one_at_a_time
+from workers.inference.answer_parts import merged_parts
+from workers.inference.answer_queue import AnswerQueue
 from workers.inference.batch import Batch
 from workers.inference.choice import Choice
-from workers.inference.coalescing import coalesced
 from workers.inference.loading import Loaded, NotShared
-from workers.inference.order_queue import OrderQueue
 from workers.inference.prompts import PromptReader
 from workers.inference.protocol import AnswerOrder, Reported
 from workers.inference.refusal import Refused, refused, unavailable
@@ -68,7 +68,7 @@ class Engine:
         """
         self._loaded, self._lines, self._report = loaded, lines, report
         self._reader = PromptReader(loaded.tokenizer, loaded.context)
-        self._orders = OrderQueue()
+        self._orders = AnswerQueue()
         self._prepare_at = 0.0
         self._requests: dict[str, _Request] = {}
         self._waiting: deque[tuple[str | None, list[Choice]]] = deque()
@@ -358,7 +358,7 @@ class Engine:
             made = sum(len(choice.made) for choice in request.choices)
             usage = Usage(prompt_tokens=request.prompt_tokens, completion_tokens=made)
             del self._requests[request_id]
-        part = coalesced([AnswerPart(deltas=tuple(deltas), usage=usage)])
+        part = merged_parts([AnswerPart(deltas=tuple(deltas), usage=usage)])
         self._report(Reported(id=request_id, part=part))
 
     def _refuse(self, request_id: str, error: InferenceError) -> None:

@@ -25,7 +25,7 @@ from app.settings import Settings
 from app.storage import stored_files
 from app.storage.database import Database, is_unavailable
 from app.storage.disk import remove_tree
-from workers.children import children_of, wait_until_gone
+from workers.orphaned_processes import children_of, wait_until_gone
 from workers.run_directory import SECRET_FILES_VARIABLE
 from workers.trainer_process import is_passed_on, secret_files
 from workers.training.data.preview import preview

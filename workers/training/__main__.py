@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 from workers.run_directory import RunDirectory
+from workers.training.attempt import train
 from workers.training.processes.preloading import ignore_signals
-from workers.training.trainer import train
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m workers.training", description=__doc__)

@@ -19,10 +19,10 @@ from tests.harness.training import run_to_end, weights
 from workers.profiling.depth import Depth
 from workers.profiling.simulate import Simulation
 from workers.training import start
+from workers.training.attempt import _crash
 from workers.training.devices import device
 from workers.training.exceptions import CannotTrain
 from workers.training.kernels import attention
-from workers.training.trainer import _crash
 
 GPU = Device(0, "NVIDIA H100", 80 * GIB, "cuda", compute_capability=9.0)
 

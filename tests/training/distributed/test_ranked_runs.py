@@ -21,7 +21,7 @@ from tests.harness.runs import (
 )
 from tests.harness.specs import make_spec
 from tests.harness.training import events_of_kind, finished, raw_log, trains_alike, weight_difference
-from workers.children import children_of
+from workers.orphaned_processes import children_of
 from workers.run_directory import INTERRUPTED, RunDirectory
 
 pytestmark = pytest.mark.thorough

@@ -225,19 +225,18 @@ def test_non_root_users_are_isolated_too(folder: Path) -> None:
 def test_without_namespaces_the_trainer_still_gives_up_its_capabilities(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hidden: str, has_namespaces: bool, expected: str | None
 ) -> None:
-    from workers.training import trainer
 
     called: list[str] = []
     for name in ("isolate", "drop_capabilities"):
-        monkeypatch.setattr(trainer, name, lambda *_, name=name: called.append(name))
+        monkeypatch.setattr(attempt, name, lambda *_, name=name: called.append(name))
     for name in ("limit", "die_with_parent"):
-        monkeypatch.setattr(trainer, name, lambda: None)
-    monkeypatch.setattr(trainer, "InterruptSignal", lambda **_: lambda: False)
-    monkeypatch.setattr(trainer, "fetch_in_child", lambda work: 0)
-    monkeypatch.setattr(trainer, "attempt", lambda run, stop: 0)
-    monkeypatch.setattr(trainer, "run_sandboxed", lambda work, **_: work(has_namespaces))
+        monkeypatch.setattr(attempt, name, lambda: None)
+    monkeypatch.setattr(attempt, "InterruptSignal", lambda **_: lambda: False)
+    monkeypatch.setattr(attempt, "fetch_in_child", lambda work: 0)
+    monkeypatch.setattr(attempt, "attempt", lambda run, stop: 0)
+    monkeypatch.setattr(attempt, "run_sandboxed", lambda work, **_: work(has_namespaces))
     monkeypatch.setenv("ACCRUE_HIDDEN_FOLDER", hidden)
-    assert trainer.train(create_run(tmp_path / "run")) == 0
+    assert attempt.train(create_run(tmp_path / "run")) == 0
     assert called == ([] if expected is None else [expected])
 
 

@@ -33,10 +33,6 @@ def preload() -> None:
     with fewer_collections():
         from transformers import PreTrainedModel  # noqa: F401  # what the module of every model loads
 
-        import workers.training.distributed.group
-        import workers.training.fit
-        import workers.training.trainer  # noqa: F401
-
 
 def command(run: Path) -> list[str]:
     """The command of a trainer that loads its libraries itself."""
@@ -73,7 +69,7 @@ def become_trainer(run: Path, environment: Mapping[str, str], name: str = "train
     if not sys.modules.keys() >= _LIBRARIES or _has_opened_a_gpu():
         os.execve(sys.executable, command(run), dict(environment))
     _set_name(name)
-    from workers.training.trainer import train
+    from workers.training.attempt import train
 
     sys.argv = command(run)[2:]
     status = 1

@@ -5,7 +5,7 @@ from collections import deque
 from workers.inference.protocol import AnswerOrder
 
 
-class OrderQueue:
+class AnswerQueue:
     """Requests in the order in which they are to be prepared: one of each key in turn, the oldest first."""
 
     def __init__(self) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from app.contract.inference import AnswerPart, ChoiceDelta
 
 
-def coalesced(parts: Sequence[AnswerPart]) -> AnswerPart:
+def merged_parts(parts: Sequence[AnswerPart]) -> AnswerPart:
     """Merges consecutive parts of an answer into one part, with one delta for each choice."""
     deltas: dict[int, ChoiceDelta] = {}
     for part in parts:

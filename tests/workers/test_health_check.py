@@ -3,7 +3,7 @@ from sqlalchemy import update
 from app.devices import live_workers
 from app.storage.database import Database
 from app.storage.tables import Worker
-from workers.alive import is_alive
+from workers.health_check import is_alive
 
 
 def test_a_worker_is_alive_while_its_heartbeat_is_recent(database: Database) -> None:

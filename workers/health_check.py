@@ -1,4 +1,4 @@
-"""`python -m workers.alive`: whether this machine's worker was recently active, according to the database."""
+"""`python -m workers.health_check`: whether this machine's worker was active lately, as the database says."""
 
 import socket
 import sys
