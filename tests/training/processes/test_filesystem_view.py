@@ -225,6 +225,7 @@ def test_non_root_users_are_isolated_too(folder: Path) -> None:
 def test_without_namespaces_the_trainer_still_gives_up_its_capabilities(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hidden: str, has_namespaces: bool, expected: str | None
 ) -> None:
+    from workers.training import attempt
 
     called: list[str] = []
     for name in ("isolate", "drop_capabilities"):
