@@ -33,6 +33,10 @@ def preload() -> None:
     with fewer_collections():
         from transformers import PreTrainedModel  # noqa: F401  # what the module of every model loads
 
+        import workers.training.attempt
+        import workers.training.distributed.group
+        import workers.training.fit  # noqa: F401
+
 
 def command(run: Path) -> list[str]:
     """The command of a trainer that loads its libraries itself."""
