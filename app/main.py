@@ -178,6 +178,7 @@ def _add_state(app: FastAPI, settings: Settings, authenticate: Authenticate | No
     state.waits = WaitLimiter()
     state.downloads = Downloads()
     state.slow_work, state.list_work, state.answer_work = SlowWork(), SlowWork(), SlowWork()
+    state.result_work = SlowWork()
     state.comparisons = ConcurrencyLimit("comparisons", per_key=2, total=6)
     state.group_commit = GroupCommit(state.database)
     state.keyring = Keyring(state.database)

@@ -11,17 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
-from sqlalchemy import Insert, delete, func, select
+from sqlalchemy import delete, func, select
 from sqlalchemy.dialects import postgresql, sqlite
 
 from app.contract.regular_files import open_regular
-from app.contract.reports import EventLine, LogLine, WindowProgress
+from app.contract.reports import EventLine, LogLine, WindowProgress, is_usable
 from app.contract.text import storable, storable_values
 from app.jobs import queue
 from app.jobs.events import next_id
 from app.jobs.transitions import Fence
 from app.storage.compiled import CompiledStatement
-from app.storage.database import insert_for
 from app.storage.session import Session
 from app.storage.tables import JobEvent, StepMetric
 from workers.run_directory import RunDirectory
@@ -116,7 +115,11 @@ def ingest(
             caught_up = True
             break
         queue.lock_job(session, fence)
-        position = replace(_store_events(session, fence, events, position), events=at_events)
+        position, stopped_at = _store_events(session, fence, events, position, until)
+        if stopped_at is not None:
+            position = replace(position, events=stopped_at)
+            break
+        position = replace(position, events=at_events)
         lines = _with_temperature(_log_lines([raw for _, raw in made]), temperature_celsius)
         _store_metrics(session, fence.job_id, lines)
         sums = _summed(session, fence.job_id, position.sums, lines)
@@ -182,14 +185,18 @@ def _sums_before(session: Session, job_id: str, step: int) -> Sums:
 
 
 def _store_events(
-    session: Session, fence: Fence, lines: list[tuple[int, bytes]], position: Position
-) -> Position:
-    for offset, raw in lines:
+    session: Session, fence: Fence, lines: list[tuple[int, bytes]], position: Position, until: float
+) -> tuple[Position, int | None]:
+    """Stores events until the given monotonic time. Returns the new position, and the offset of the first
+    event that was left, or None if there is none."""
+    for number, (offset, raw) in enumerate(lines):
+        if number and offset < _MAX_EVENT_BYTES and time.monotonic() >= until:
+            return position, offset
         try:
             event = EventLine.model_validate_json(raw)
         except ValidationError:
             continue  # torn by a kill
-        if not _is_usable(event):
+        if not is_usable(event.type, event.data):
             continue
         if event.type == "training":
             position = replace(position, steps_total=_count(event.data.get("steps_total")))
@@ -201,18 +208,8 @@ def _store_events(
             position = replace(position, tuning=event.data)
         if event.type == "skipped":
             position = replace(position, skipped=_count(event.data.get("skipped")) or 0)
-        session.execute(_event_row(session, fence.job_id, offset, event))
-    return position
-
-
-def _is_usable(event: EventLine) -> bool:
-    """Whether an event has the fields that results are computed from."""
-    if event.type == "checkpoint":
-        return _count(event.data.get("step")) is not None and isinstance(event.data.get("name", ""), str)
-    if event.type == "evaluation":
-        loss = event.data.get("loss", "")
-        return _count(event.data.get("step")) is not None and (loss is None or isinstance(loss, int | float))
-    return True
+        _store_event(session, fence.job_id, offset, event)
+    return position, None
 
 
 def _count(value: Any) -> int | None:
@@ -356,19 +353,28 @@ def _upsert(dialect: str) -> Any:
 _UPSERT = CompiledStatement(_upsert, ["job_id", *LogLine.model_fields])
 
 
-def _event_row(session: Session, job_id: str, offset: int, event: EventLine) -> Insert:
-    insert = insert_for(session, JobEvent.__table__).values(
-        id=next_id(session, job_id),
-        job_id=job_id,
-        line=offset,
-        attempt=event.attempt,
-        created_at=event.time,
-        level=event.level,
-        type=event.type,
-        message=storable(event.message),
-        data=storable_values(event.data),
-    )
-    statement: Insert = insert.on_conflict_do_nothing(
+def _insert_event(dialect: str) -> Any:
+    insert = (postgresql if dialect == "postgresql" else sqlite).insert(JobEvent.__table__)
+    return insert.on_conflict_do_nothing(
         index_elements=["job_id", "line"], index_where=JobEvent.line.is_not(None)
     )
-    return statement
+
+
+_INSERT_EVENT = CompiledStatement(_insert_event, [column.name for column in JobEvent.__table__.columns])
+
+
+def _store_event(session: Session, job_id: str, offset: int, event: EventLine) -> None:
+    _INSERT_EVENT.run(
+        session,
+        {
+            "id": next_id(session, job_id),
+            "job_id": job_id,
+            "line": offset,
+            "attempt": event.attempt,
+            "created_at": event.time,
+            "level": event.level,
+            "type": event.type,
+            "message": storable(event.message),
+            "data": json.dumps(storable_values(event.data)),
+        },
+    )

@@ -110,15 +110,18 @@ def show_preview(seen: dict[str, Any]) -> None:
             lengths["without_targets"],
             f"{of_those}have no token within max_length that counts toward the loss",
         ),
-        (lengths["equal_answers"], f"{of_those}have the same chosen and rejected answer within max_length"),
         (
-            lengths["without_tool_calls"],
+            lengths.get("equal_answers", 0),
+            f"{of_those}have the same chosen and rejected answer within max_length",
+        ),
+        (
+            lengths.get("without_tool_calls", 0),
             "chats lose their tool calls, because the model's chat template does not render them",
         ),
     ):
         if count:
             console.print(f"{count:,} {what}.", style="yellow", highlight=False)
-    if lengths["unused_keys"]:
+    if lengths.get("unused_keys"):
         console.print(f"Keys that are not used: {', '.join(lengths['unused_keys'])}.", highlight=False)
 
 

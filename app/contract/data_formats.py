@@ -60,8 +60,6 @@ _LONGEST_LABEL = 200
 
 
 def _check_label(label: Any) -> Any:
-    if isinstance(label, float) and label.is_integer():
-        label = int(label)  # as pandas writes whole numbers beside missing ones
     if not isinstance(label, bool | int | str):
         raise ValueError("must be text, a whole number, or true or false")
     if label == "":
@@ -200,15 +198,11 @@ _CLASSES: dict[DataFormat, tuple[tuple[set[str], type[Example]], ...]] = {
 taken."""
 
 
-def _may_be_class(label: Any) -> bool:
-    return isinstance(label, bool | int | str) or (isinstance(label, float) and label.is_integer())
-
-
 def _class_for(name: DataFormat, row: dict[str, Any]) -> type[Example] | None:
     """The class of a format that the keys of the row belong to."""
     if name == "unpaired_preference" and not isinstance(row.get("label"), bool):
         return None  # a class index or a score, not a preference
-    if name == "classification" and not _may_be_class(row.get("label")):
+    if name == "classification" and not isinstance(row.get("label"), bool | int | str):
         return None  # a score, or none
     return next((own for keys, own in _CLASSES[name] if keys <= row.keys()), None)
 
@@ -277,10 +271,13 @@ def format_of(line: dict[str, Any]) -> DataFormat:
 
 
 def _assignment(line: dict[str, Any]) -> dict[str, str]:
-    """Columns that a file may mean by ours, since only case and spaces differ; otherwise an example."""
-    ours = {name for shapes in _CLASSES.values() for keys, _ in shapes for name in keys}
-    meant = {key.strip().lower(): key[:MAX_KEY_LENGTH] for key in line if key.strip().lower() in ours}
-    return meant or {"prompt": "question", "completion": "answer"}
+    """Columns that make up one of the formats, if case and spaces are ignored; otherwise an example."""
+    similar = {key.strip().lower(): key[:MAX_KEY_LENGTH] for key in line}
+    for shapes in _CLASSES.values():
+        for keys, _ in shapes:
+            if keys <= similar.keys():
+                return {name: similar[name] for name in sorted(keys)}
+    return {"prompt": "question", "completion": "answer"}
 
 
 def parse_line(raw: bytes | str, expected: DataFormat | None = None) -> tuple[DataFormat, Example]:

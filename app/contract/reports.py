@@ -29,8 +29,10 @@ Seconds = Annotated[float, Field(ge=0, le=1e10, allow_inf_nan=False)]
 _LONGEST_TEXT = 10_000
 _MOST_ITEMS = 1000
 _DEEPEST = 6
-_MOST_DATA_BYTES = 2**17
+_MOST_DATA_BYTES, _MOST_VALUES = 2**17, 5000
 _LARGEST_INTEGER = 2**53
+MOST_MICRO_LOSSES, MOST_NORMS = 10_000, 2_000
+"""The most micro-batches and layers whose figures a log line has."""
 MAX_REPLICAS = _MOST_RANKS = 64
 
 Text = Annotated[str, AfterValidator(lambda text: storable(text[:_LONGEST_TEXT]))]
@@ -59,7 +61,36 @@ def _bounded(value: Any, depth: int = 0) -> Any:
 
 def _bounded_data(data: dict[str, Any]) -> dict[str, Any]:
     bounded: dict[str, Any] = _bounded(data)
-    return bounded if len(json.dumps(bounded)) <= _MOST_DATA_BYTES else {}
+    fits = len(json.dumps(bounded)) <= _MOST_DATA_BYTES and _count_values(bounded) <= _MOST_VALUES
+    return bounded if fits else {}
+
+
+def _count_values(value: Any) -> int:
+    """How many values a JSON value consists of, itself included."""
+    if isinstance(value, dict):
+        return 1 + sum(map(_count_values, value.values()))
+    return 1 + sum(map(_count_values, value)) if isinstance(value, list) else 1
+
+
+def is_usable(kind: str, data: dict[str, Any]) -> bool:
+    """Whether an event's data has the fields that results are computed from, as their type requires."""
+    if kind not in ("checkpoint", "evaluation", "metric"):
+        return True
+    step = data.get("step")
+    if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 2**31:
+        return False
+    if kind == "checkpoint":
+        return isinstance(data.get("name", ""), str)
+    if kind == "metric":
+        return isinstance(data.get("name"), str) and _is_number_or_none(data.get("value", ""))
+    rewards = data.get("rewards") or {}
+    figures = (data.get("loss", ""), data.get("token_accuracy"), data.get("exact_match"))
+    are_rewards = isinstance(rewards, dict) and all(map(_is_number_or_none, rewards.values()))
+    return are_rewards and all(map(_is_number_or_none, figures))
+
+
+def _is_number_or_none(value: Any) -> bool:
+    return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
 
 
 class NoiseScale(Frozen):
@@ -190,11 +221,11 @@ class LogLine(Frozen):
     """The GPU's temperature when the worker read this line."""
     aux_loss: Number | None = None
     """The load-balancing loss of a mixture of experts, with the weight that it has in training."""
-    micro_losses: tuple[Number, ...] | None = None
+    micro_losses: Annotated[tuple[Number, ...], Field(max_length=MOST_MICRO_LOSSES)] | None = None
     """The mean loss of each micro-batch, on request."""
     largest_tokens: TokenCount | None = None
     """Tokens of the largest micro-batch, padding included."""
-    gradient_norms: dict[Name, Number] | None = None
+    gradient_norms: Annotated[dict[Name, Number], Field(max_length=MOST_NORMS)] | None = None
     """The gradient's norm by layer, before clipping, on request."""
     ranks: Annotated[tuple[RankLine, ...], Field(max_length=_MOST_RANKS)] | None = None
     """What each rank did; null with one device."""

@@ -42,7 +42,7 @@ from app.web.dependencies import (
     JobId,
     Limit,
     Listing,
-    Reading,
+    ReadingResults,
     Writing,
     in_thread,
     planning_inputs_of,
@@ -203,23 +203,35 @@ def delete(database: CurrentDatabase, settings: CurrentSettings, training_id: Jo
         204: {"description": "The job has ended, and nothing came after Last-Event-ID"},
     },
 )
-def events(
+async def events(
     request: Request,
-    session: Reading,
+    results: ReadingResults,
+    database: CurrentDatabase,
     training_id: JobId,
     limit: Limit = 20,
     after: After = None,
     accept: Annotated[str, Header(max_length=1000)] = "*/*",
     last_event_id: Annotated[str, Header(max_length=100)] = "",
-) -> Page[EventResponse] | Response:
+) -> Response:
     """With `Accept: text/event-stream`, the answer is a stream of server-sent events, oldest first, each with
     its id. It starts with the first event, or after `Last-Event-ID`, and ends with the job. While a window
     takes longer than a second, events named `progress`, without an id, report its progress once a second."""
-    job = transitions.get(session, training_id)
     query = select(JobEvent).where(JobEvent.job_id == training_id)
+
+    def read_page() -> str:
+        with database.reading() as session:
+            transitions.get(session, training_id)
+            return page(session, query, JobEvent.id, limit, after, _event).model_dump_json()
+
+    def is_over() -> bool:
+        with database.reading() as session:
+            has_ended = transitions.get(session, training_id).status in ENDED
+            later = select(JobEvent.id).where(JobEvent.job_id == training_id, JobEvent.id > last_event_id)
+            return has_ended and session.scalar(later.limit(1)) is None
+
     if "text/event-stream" not in accept:
-        return page(session, query, JobEvent.id, limit, after, _event)
-    if job.status in ENDED and session.scalar(query.where(JobEvent.id > last_event_id).limit(1)) is None:
+        return Response(await results(read_page), media_type="application/json")
+    if await in_thread(is_over):
         return Response(status_code=204)  # tells a browser's EventSource not to reconnect
     stream: EventStream = request.app.state.events
     follower = stream.join(training_id, last_event_id, request.state.caller.key_id)

@@ -81,7 +81,7 @@ def estimated(config: Mapping[str, Any]) -> Architecture:
         KeyError: the config names no number of layers, no width or no vocabulary.
         TypeError, ValueError: a size is not a number.
     """
-    family, text = str(config["model_type"]), text_part(config)
+    family, text = str(config["model_type"]), _flat(text_part(config))
     by_layer = _first(text, _KINDS)
     layers = len(by_layer) if by_layer and _first(text, LAYER_COUNTS) is None else 0
     layers, hidden = layers or _required(text, "layers", LAYER_COUNTS), _required(text, "width", _HIDDEN)
@@ -111,6 +111,20 @@ def estimated(config: Mapping[str, Any]) -> Architecture:
         ),
         is_estimated=True,
     )  # fmt: skip
+
+
+def _flat(text: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A config with the sizes that DBRX keeps in configs of their own for attention and experts."""
+    own = {"attn_config": {"kv_n_heads": "num_key_value_heads"}, "ffn_config": {
+        "ffn_hidden_size": "intermediate_size", "moe_num_experts": "num_experts",
+        "moe_top_k": "num_experts_per_tok",
+    }}  # fmt: skip
+    found = dict(text)
+    for part, names in own.items():
+        inner = text.get(part)
+        if isinstance(inner, Mapping):
+            found |= {name: inner[theirs] for theirs, name in names.items() if theirs in inner}
+    return found
 
 
 def _inner(family: str, text: Mapping[str, Any], hidden: int) -> int:

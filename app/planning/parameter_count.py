@@ -47,7 +47,7 @@ def in_layers(family: str, config: Config, widths: Widths) -> int:
     Raises:
         TypeError, ValueError: a size is not a number, or there are more layers than in any real model.
     """
-    layers = 2 * int(config.get("num_layers_per_stack") or 0) or widths.layers  # HRM repeats two stacks
+    layers = 2 * _size(config, "num_layers_per_stack") or widths.layers  # HRM repeats two stacks
     if not 1 <= layers <= MOST_LAYERS:
         raise ValueError(f"the number of layers must be from 1 to {MOST_LAYERS:,}")
     kinds = _kinds(family, config, layers)
@@ -66,7 +66,7 @@ def _mixers(family: str, config: Config, widths: Widths, kinds: Sequence[str]) -
         total += recurrent * _recurrent(family, config, widths)
     if "shared" in kinds:  # one block's attention, whose inputs are twice as wide, and a product per layer
         total += (14 * _shared_blocks(config) + kinds.count("shared")) * widths.hidden**2
-        rank = int(config.get("adapter_rank") or 0)  # each layer's changes to the shared feed-forward
+        rank = _size(config, "adapter_rank")  # each layer's changes to the shared feed-forward
         total += kinds.count("shared") * rank * (widths.hidden + 2 * widths.inner)
     return total
 
@@ -86,23 +86,22 @@ def _feed_forwards(family: str, config: Config, widths: Widths, kinds: Sequence[
 
 def _shared_blocks(config: Config) -> int:
     """Zamba's blocks of attention and feed-forward, which several layers share."""
-    return int(config.get("num_mem_blocks") or 1)
+    return _size(config, "num_mem_blocks") or 1
 
 
 def in_embeddings(family: str, config: Config, hidden: int, vocabulary: int, layers: int, tied: bool) -> int:
     """Parameters of the embeddings of tokens and positions, and of the output head."""
-    width = int(config.get("embedding_size") or hidden)
+    width = _size(config, "embedding_size") or hidden
     total = vocabulary * width * (1 if tied else 2)
     if width != hidden:
         total += hidden * width * (1 if tied else 2)
     if family in _LEARNED_POSITIONS or family in _CROSS_ATTENTION:
-        names = ("max_position_embeddings", "max_target_positions", "n_positions")
-        total += hidden * int(next((config[name] for name in names if config.get(name)), 0))
-    by_layer = int(config.get("hidden_size_per_layer_input") or 0)  # Gemma 3n and 4
+        total += hidden * _size(config, "max_position_embeddings", "max_target_positions", "n_positions")
+    by_layer = _size(config, "hidden_size_per_layer_input")  # Gemma 3n and 4
     if by_layer:
-        rows = int(config.get("vocab_size_per_layer_input") or vocabulary)
+        rows = _size(config, "vocab_size_per_layer_input") or vocabulary
         total += by_layer * layers * (rows + 3 * hidden)
-    rank, inputs = int(config.get("laurel_rank") or 0), int(config.get("altup_num_inputs") or 1)
+    rank, inputs = _size(config, "laurel_rank"), (_size(config, "altup_num_inputs") or 1)
     return total + 2 * hidden * rank * layers + 2 * (inputs - 1) * hidden**2
 
 
@@ -113,9 +112,9 @@ def in_towers(family: str, config: Config) -> int:
 
 
 def _in_tower(tower: Config) -> int:
-    layers = int(_first(tower, ("num_hidden_layers", "depth", "layers")) or 0)
-    hidden = int(_first(tower, ("hidden_size", "embed_dim", "width")) or 0)
-    inner = int(tower.get("intermediate_size") or float(tower.get("mlp_ratio") or 4) * hidden)
+    layers = _size(tower, "num_hidden_layers", "depth", "layers", "conf_num_hidden_layers")
+    hidden = _size(tower, "hidden_size", "embed_dim", "width")
+    inner = _size(tower, "intermediate_size") or max(0, int(float(tower.get("mlp_ratio") or 4) * hidden))
     return layers * (4 * hidden**2 + 2 * hidden * inner)
 
 
@@ -186,8 +185,8 @@ def _names_by_layer(config: Config, layers: int) -> list[str]:
     if isinstance(indices, list):
         chosen = _numbers(indices)
         return ["attention" if layer in chosen else "recurrent" for layer in range(layers)]
-    period = int(_first(config, ("attn_layer_period", "full_attention_interval", "layer_group_size")) or 1)
-    offset = int(config.get("attn_layer_offset") or 0) if "attn_layer_period" in config else period - 1
+    period = _size(config, "attn_layer_period", "full_attention_interval", "layer_group_size") or 1
+    offset = _size(config, "attn_layer_offset") if "attn_layer_period" in config else period - 1
     if "attn_layer_indices" in config:  # Bamba: null means that no layer has attention
         return ["recurrent"] * layers
     return ["attention" if layer % period == offset % period else "recurrent" for layer in range(layers)]
@@ -197,6 +196,9 @@ def _attention(family: str, config: Config, widths: Widths) -> int:
     hidden, heads, head_dim = widths.hidden, widths.heads, widths.head_dim
     if config.get("kv_lora_rank"):
         return _latent_attention(config, hidden, heads)
+    if family == "jetmoe":  # each expert has queries and an output of its own
+        width = _size(config, "kv_channels") * widths.key_value_heads
+        return 2 * hidden * width * (1 + widths.experts)
     total = 2 * hidden * head_dim * (heads + widths.key_value_heads)
     if family in _GATED_ATTENTION:
         total += hidden * head_dim * heads
@@ -205,9 +207,9 @@ def _attention(family: str, config: Config, widths: Widths) -> int:
 
 def _latent_attention(config: Config, hidden: int, heads: int) -> int:
     """DeepSeek's attention, with keys and values from a narrow latent vector."""
-    rotated, plain = int(config.get("qk_rope_head_dim") or 0), int(config.get("qk_nope_head_dim") or 0)
-    values, latent = int(config.get("v_head_dim") or plain), int(config["kv_lora_rank"])
-    queries, through = heads * (rotated + plain), int(config.get("q_lora_rank") or 0)
+    rotated, plain = _size(config, "qk_rope_head_dim"), _size(config, "qk_nope_head_dim")
+    values, latent = (_size(config, "v_head_dim") or plain), _size(config, "kv_lora_rank")
+    queries, through = heads * (rotated + plain), _size(config, "q_lora_rank")
     total = through * (hidden + queries) if through else hidden * queries
     total += hidden * (latent + rotated) + latent * heads * (plain + values)
     return total + heads * values * hidden
@@ -217,37 +219,40 @@ def _recurrent(family: str, config: Config, widths: Widths) -> int:
     """Parameters of a layer that mixes tokens without attention."""
     hidden = widths.hidden
     if config.get("linear_num_value_heads"):  # gated delta net (Qwen 3.5, OLMo hybrid)
-        values, keys = int(config["linear_num_value_heads"]), int(config["linear_num_key_heads"])
+        values, keys = _size(config, "linear_num_value_heads"), _size(config, "linear_num_key_heads")
         keys_width, values_width = (
-            keys * int(config["linear_key_head_dim"]),
-            values * int(config["linear_value_head_dim"]),
+            keys * _size(config, "linear_key_head_dim"),
+            values * _size(config, "linear_value_head_dim"),
         )
         return hidden * (2 * keys_width + 3 * values_width + 2 * values)
     if config.get("linear_num_heads"):  # Kimi's delta attention
-        head_dim = int(config["linear_head_dim"])
-        width = int(config["linear_num_heads"]) * head_dim
+        head_dim = _size(config, "linear_head_dim")
+        width = _size(config, "linear_num_heads") * head_dim
         return 4 * hidden * width + 2 * head_dim * (hidden + width)
     if config.get("lru_width"):  # RecurrentGemma
-        width = int(config["lru_width"])
+        width = _size(config, "lru_width")
         return 3 * hidden * width + 2 * width**2 // widths.heads
     if config.get("conv_L_cache"):  # LFM2: a short convolution between two products
-        return 4 * hidden**2 + hidden * int(config["conv_L_cache"])
-    state = _first(config, ("mamba_d_state", "ssm_state_size", "state_size"))
-    if state is not None:
-        return _state_space(family, config, hidden, int(state))
+        return 4 * hidden**2 + hidden * _size(config, "conv_L_cache")
+    state = _size(config, "mamba_d_state", "ssm_state_size", "state_size")
+    if state:
+        return _state_space(family, config, hidden, state)
     return 5 * hidden * widths.heads * widths.head_dim  # MiniMax's lightning attention: with a gate
 
 
 def _state_space(family: str, config: Config, hidden: int, state: int) -> int:
     """Parameters of a layer of Mamba 2 or, in older families, Mamba."""
     expand = _first(config, ("mamba_expand", "expand")) or 2
-    inner = int(config.get("mamba_d_ssm") or expand * hidden)
-    convolution = 1 + int(_first(config, ("mamba_d_conv", "conv_kernel")) or 4)
+    inner = _size(config, "mamba_d_ssm") or int(expand * hidden)
+    convolution = 1 + (_size(config, "mamba_d_conv", "conv_kernel") or 4)
     if family not in _FIRST_MAMBA:
-        groups = _first(config, ("mamba_n_groups", "mamba_ngroups", "n_groups")) or 1
-        names = ("mamba_n_heads", "mamba_num_heads", "n_mamba_heads", "num_heads")
-        heads, states = int(_first(config, names) or 1), 2 * int(groups) * state
+        groups = _size(config, "mamba_n_groups", "mamba_ngroups", "n_groups") or 1
+        heads = _size(config, "mamba_n_heads", "mamba_num_heads", "n_mamba_heads", "num_heads") or 1
+        inner = heads * _size(config, "mamba_head_dim") or inner
+        states = 2 * groups * state
         return hidden * (3 * inner + states + heads) + convolution * (inner + states)
+    if family in _ALL_RECURRENT:
+        inner = _size(config, "intermediate_size") or inner
     rank = _first(config, ("mamba_dt_rank", "time_step_rank"))
     rank = rank if isinstance(rank, int) else math.ceil(hidden / 16)  # "auto"
     return inner * (3 * hidden + 2 * rank + 3 * state + convolution)
@@ -263,13 +268,13 @@ def _with_experts(config: Config, layers: int) -> int:
     chosen = config.get("moe_layers")
     if isinstance(chosen, list):
         return len(_numbers(chosen) & set(range(layers)))
-    first = _first(config, ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index"))
-    period = int(_first(config, _EXPERT_PERIODS) or 1)
-    offset = int(config.get("expert_layer_offset") or 0) if "expert_layer_period" in config else period - 1
+    first = _size(config, "first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
+    period = _size(config, *_EXPERT_PERIODS) or 1
+    offset = _size(config, "expert_layer_offset") if "expert_layer_period" in config else period - 1
     without = _numbers(config.get("mlp_only_layers") or ())
     return sum(
         layer % period == offset % period and layer not in without
-        for layer in range(max(0, int(first or 0)), layers)
+        for layer in range(first, layers)
     )  # fmt: skip
 
 
@@ -290,10 +295,22 @@ _ONE_SHARED_EXPERT = ("llama4", "llama4_text", "qwen2_moe", "qwen3_next", "qwen3
 
 def _experts(family: str, config: Config, widths: Widths) -> int:
     """Parameters of a mixture: its experts, those that are always active, and the router."""
-    own = _first(config, _SHARED_WIDTH)
+    own = _size(config, *_SHARED_WIDTH)
     shared = widths.shared_experts or (1 if own or family in _ONE_SHARED_EXPERT else 0)
-    inner = widths.experts * widths.expert_inner + shared * int(own or widths.expert_inner)
+    inner = widths.experts * widths.expert_inner + shared * (own or widths.expert_inner)
     return widths.matrices * widths.hidden * inner + widths.hidden * widths.experts
+
+
+def _size(config: Config, *names: str) -> int:
+    """A size under the first of these names that the config has; 0 if it has none.
+
+    Raises:
+        TypeError, ValueError: it is not a number, or negative.
+    """
+    size = int(_first(config, names) or 0)
+    if size < 0:
+        raise ValueError(f"{names[0]} must not be negative")
+    return size
 
 
 def _first(config: Config, names: Sequence[str]) -> Any:

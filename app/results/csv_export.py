@@ -2,7 +2,7 @@
 
 import csv
 import io
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from fastapi.responses import Response
@@ -55,7 +55,9 @@ def _rows(header: Sequence[str], rows: Iterable[dict[str, Any]]) -> str:
     return out.getvalue()
 
 
-def csv_response(lines: Iterator[str], training_id: str, stream: Callable[..., Response]) -> Response:
+def csv_response(
+    lines: Iterator[str] | AsyncIterator[str], training_id: str, stream: Callable[..., Response]
+) -> Response:
     return stream(
         lines,
         media_type="text/csv",

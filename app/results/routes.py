@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import Query
@@ -19,14 +20,17 @@ from app.results.schemas import CompletionsResponse, Metrics, Profile
 from app.results.series import Evaluation, evaluations, last_step, pages_of, series
 from app.settings import Settings
 from app.storage.database import Database
+from app.web.concurrency import in_turns
 from app.web.dependencies import (
     CurrentDatabase,
     CurrentSettings,
     Fetching,
     JobId,
+    ReadingResults,
     SendStream,
     Slowly,
     StreamOf,
+    in_thread,
 )
 from app.web.routers import native_router
 from app.web.session_route import SessionRoute
@@ -37,6 +41,7 @@ router = native_router("/training", tags=["training"], route_class=SessionRoute)
 @router.get("/{training_id}/metrics", summary="A job's series", response_model=Metrics)
 async def metrics(
     slowly: Slowly,
+    results: ReadingResults,
     database: CurrentDatabase,
     stream: StreamOf,
     training_id: JobId,
@@ -58,52 +63,67 @@ async def metrics(
     lines, steps, evaluated = await slowly(read)  # spreading points reads all of a job's steps
     pages = pages_of(database, training_id, from_step) if lines is None else [lines]
     if format == "csv":
-        return csv_response(csv_lines(pages, evaluated), training_id, stream)
+        return csv_response(in_turns(results, csv_lines(pages, evaluated)), training_id, stream)
     found = [{"step": step, **each._asdict()} for step, each in evaluated.items() if step >= from_step]
     answer = {"training_id": training_id, "steps": steps, "evaluations": found}
     if lines is not None:
-        return Response(
-            to_json({**answer, "data": lines}, inf_nan_mode="null"), media_type="application/json"
-        )
-    return stream(_as_json(answer, pages), media_type="application/json")
+        content = await slowly(lambda: to_json({**answer, "data": lines}, inf_nan_mode="null"))
+        return Response(content, media_type="application/json")
+    return stream(in_turns(results, _as_json(answer, pages)), media_type="application/json")
 
 
 @router.get("/{training_id}/log", summary="A job's log as JSON lines", response_class=StreamingResponse)
-def log(
+async def log(
+    results: ReadingResults,
     database: CurrentDatabase,
     stream: StreamOf,
     training_id: JobId,
     from_step: Annotated[int, Query(ge=0, lt=2**31, description="The first step to include")] = 0,
 ) -> Response:
-    with database.reading() as session:
-        transitions.get(session, training_id)
-    return stream(_log_lines(database, training_id, from_step), media_type="application/jsonl")
+    await in_thread(partial(_check_exists, database, training_id))
+    lines = _log_lines(database, training_id, from_step)
+    return stream(in_turns(results, lines), media_type="application/jsonl")
 
 
 @router.get(
     "/{training_id}/completions",
     summary="How the model completes held-out prompts, before and after training",
+    response_model=CompletionsResponse,
 )
-def completions(
-    database: CurrentDatabase, settings: CurrentSettings, training_id: JobId
-) -> CompletionsResponse:
+async def completions(
+    results: ReadingResults, database: CurrentDatabase, settings: CurrentSettings, training_id: JobId
+) -> Response:
     """Completions of held-out prompts; empty if there are none, or none has been completed yet."""
-    _check_exists(database, training_id)
-    found = run_files.completions(settings, training_id)
-    return CompletionsResponse(training_id=training_id, data=list(found.data))
+
+    def read() -> str:
+        _check_exists(database, training_id)
+        found = run_files.completions(settings, training_id)
+        return CompletionsResponse(training_id=training_id, data=list(found.data)).model_dump_json()
+
+    return Response(await results(read), media_type="application/json")
 
 
-@router.get("/{training_id}/profile", summary="Where the time of one window went, operator by operator")
-def profile(database: CurrentDatabase, settings: CurrentSettings, training_id: JobId) -> Profile:
+@router.get(
+    "/{training_id}/profile",
+    summary="Where the time of one window went, operator by operator",
+    response_model=Profile,
+)
+async def profile(
+    results: ReadingResults, database: CurrentDatabase, settings: CurrentSettings, training_id: JobId
+) -> Response:
     """The profile of a job that was submitted with `profile`, after its third step."""
-    _check_exists(database, training_id)
-    found = run_files.operators(settings, training_id)
-    if found is None:
-        raise NotFound(
-            f"Job {training_id} has no profile: submit with profile: true, and wait for its third step."
-        )
-    files = run_files.profile_files(settings, training_id)
-    return Profile(training_id=training_id, operators=list(found.data), files=files)
+
+    def read() -> str:
+        _check_exists(database, training_id)
+        found = run_files.operators(settings, training_id)
+        if found is None:
+            raise NotFound(
+                f"Job {training_id} has no profile: submit with profile: true, and wait for its third step."
+            )
+        files = run_files.profile_files(settings, training_id)
+        return Profile(training_id=training_id, operators=list(found.data), files=files).model_dump_json()
+
+    return Response(await results(read), media_type="application/json")
 
 
 @router.get(

@@ -70,10 +70,12 @@ def operators(settings: Settings, job_id: str) -> Operators | None:
 
 def profile_files(settings: Settings, job_id: str) -> list[str]:
     """The names of the downloadable profile files that exist."""
-    with suppress(OSError):
-        there = regular_file_names(stored_files.path_of_run(settings, job_id, "profile"), "profile")
-        return [name for name in PROFILE_FILES if name in there]
-    return []
+    there = []
+    for name in PROFILE_FILES:  # the folder itself may have many others
+        with suppress(OSError):
+            open_regular(stored_files.path_of_run(settings, job_id, "profile"), "profile", name).close()
+            there.append(name)
+    return there
 
 
 def profile_file(settings: Settings, job_id: str, name: str) -> BinaryIO | None:

@@ -4,9 +4,9 @@ from collections.abc import Iterator, Sequence
 from math import inf
 from typing import Any, NamedTuple
 
-from sqlalchemy import Connection, Row, Select, func, select
+from sqlalchemy import Connection, Row, Select, String, cast, func, select
 
-from app.contract.reports import LogLine
+from app.contract.reports import LogLine, is_usable
 from app.storage.database import Database
 from app.storage.session import Session
 from app.storage.tables import Job, JobEvent, StepMetric
@@ -15,8 +15,12 @@ _NAMES = list(LogLine.model_fields)
 _COLUMNS = [getattr(StepMetric, name) for name in _NAMES]
 _AT_ONCE = 500
 """The maximum number of steps in one query."""
-PAGE = 1000
+PAGE, FIRST_PAGE = 1000, 20
+"""The most rows of a page, and of the first one, by which the next ones are sized."""
+_VALUES_OF_PAGE = 50_000
+"""About how many values of `_LISTS` a page holds: a line may have thousands."""
 _LISTS = ("micro_losses", "gradient_norms", "ranks", "rewards")
+_MOST_LIST_CHARACTERS = 2**22
 _MOST_DETAILED = 2000
 """The maximum number of points whose lists are read: with many ranks, a line takes kilobytes."""
 
@@ -30,12 +34,14 @@ def series(
     where: Session | Connection, job_id: str, from_step: int, points: int | None
 ) -> list[dict[str, Any]]:
     """A job's log lines from a step on; with `points`, at most that many, evenly spread. If there are very
-    many, their nested values (`_LISTS`) are left out."""
+    many, or their nested values (`_LISTS`) are very long, these are left out."""
     if points is not None:
         first, last = _first_and_last(where, job_id, from_step)
         if first is not None and last is not None and last - first >= points:
             chosen = {first + round(i * (last - first) / (points - 1)) for i in range(points)}
-            return _lines_at(where, job_id, sorted(chosen), detailed=points <= _MOST_DETAILED)
+            steps = sorted(chosen)
+            detailed = points <= _MOST_DETAILED and not _have_long_lists(where, job_id, steps)
+            return _lines_at(where, job_id, steps, detailed=detailed)
     return list(each_step(where, job_id, from_step))
 
 
@@ -71,7 +77,7 @@ def evaluations(
         last = result.get("steps", inf)
     found: dict[int, Evaluation] = {}
     for kind, data in where.execute(query.order_by(JobEvent.attempt, JobEvent.id)):
-        if data["step"] > last:
+        if not is_usable(kind, data) or data["step"] > last:
             continue
         known = found.get(data["step"], Evaluation(None, None))
         if kind == "evaluation":
@@ -86,28 +92,39 @@ def evaluations(
 
 def each_step(where: Session | Connection, job_id: str, from_step: int = 0) -> Iterator[dict[str, Any]]:
     """Every log line of a job from a step on, a page of rows in memory at a time."""
-    step: int | None = from_step
-    while step is not None:
-        lines, step = page_of_steps(where, job_id, step)
+    at: PageStart | None = PageStart(from_step)
+    while at is not None:
+        lines, at = page_of_steps(where, job_id, at)
         yield from lines
 
 
+class PageStart(NamedTuple):
+    """Where a page of log lines begins, and its size."""
+
+    step: int
+    rows: int = FIRST_PAGE
+
+
 def page_of_steps(
-    where: Session | Connection, job_id: str, from_step: int
-) -> tuple[list[dict[str, Any]], int | None]:
-    """The next log lines from a step on, and the step that the next page starts at; None at the end."""
-    following = _steps(_COLUMNS, job_id, from_step).order_by(StepMetric.step).limit(PAGE)
+    where: Session | Connection, job_id: str, at: PageStart
+) -> tuple[list[dict[str, Any]], PageStart | None]:
+    """The next log lines, and where the page after them begins; None at the end."""
+    following = _steps(_COLUMNS, job_id, at.step).order_by(StepMetric.step).limit(at.rows)
     lines = _lines(where.execute(following).all())
-    return lines, None if len(lines) < PAGE else lines[-1]["step"] + 1
+    if len(lines) < at.rows:
+        return lines, None
+    values = sum(len(line[name] or ()) for line in lines for name in _LISTS)
+    rows = min(PAGE, max(1, _VALUES_OF_PAGE * len(lines) // max(1, values)))
+    return lines, PageStart(lines[-1]["step"] + 1, rows)
 
 
 def pages_of(database: Database, job_id: str, from_step: int = 0) -> Iterator[list[dict[str, Any]]]:
     """A job's log lines from a step on, a page at a time. No connection is held between two pages, so a
     slow reader keeps nobody waiting."""
-    step: int | None = from_step
-    while step is not None:
+    at: PageStart | None = PageStart(from_step)
+    while at is not None:
         with database.reading() as session:
-            lines, step = page_of_steps(session, job_id, step)
+            lines, at = page_of_steps(session, job_id, at)
         yield lines
 
 
@@ -117,6 +134,17 @@ def _first_and_last(
     ends = func.min(StepMetric.step), func.max(StepMetric.step)
     first, last = where.execute(_steps(ends, job_id, from_step)).one()
     return first, last
+
+
+def _have_long_lists(where: Session | Connection, job_id: str, steps: Sequence[int]) -> bool:
+    """Whether the nested values of these steps' lines have more than `_MOST_LIST_CHARACTERS` as JSON."""
+    lists = [func.length(cast(getattr(StepMetric, name), String)) for name in _LISTS]
+    total = 0
+    for i in range(0, len(steps), _AT_ONCE):
+        chosen = _steps([func.sum(func.coalesce(each, 0)) for each in lists], job_id, 0)
+        row = where.execute(chosen.where(StepMetric.step.in_(steps[i : i + _AT_ONCE]))).one()
+        total += sum(int(each or 0) for each in row)
+    return total > _MOST_LIST_CHARACTERS
 
 
 def _lines_at(

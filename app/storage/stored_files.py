@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from itertools import islice
 from pathlib import Path
 
 from app.contract import regular_files
@@ -19,6 +20,9 @@ from app.errors import Unavailable
 from app.settings import Settings
 from app.storage.disk import remove_tree
 from app.storage.objects import Manifest, ObjectStorage, StoredFolder, object_storage
+
+_MOST_CHECKPOINTS = 100
+"""The most checkpoints of a job that are listed; a trainer keeps a handful."""
 
 _CONTENT = "content"
 """The name of a file's content, in its folder in object storage."""
@@ -205,7 +209,14 @@ def checkpoint_names(settings: Settings, job_id: str) -> set[str]:
     """
     newer = _newer_elsewhere(settings, job_id)
     if newer is None:
-        return {path.name for path in (settings.runs_dir / job_id / "checkpoints").glob("step-*")}
+        with (
+            suppress(OSError),
+            regular_files.folder(settings.runs_dir, job_id, "checkpoints") as opened,
+            os.scandir(opened) as entries,
+        ):
+            names = (entry.name for entry in entries if entry.name.startswith("step-"))
+            return set(islice(names, _MOST_CHECKPOINTS))
+        return set()
     split = (path.split("/") for path in newer[1].files)
     return {parts[1] for parts in split if parts[0] == "checkpoints" and parts[1].startswith("step-")}
 

@@ -2,7 +2,7 @@
 
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import TypeVar
 
@@ -92,6 +92,18 @@ class Turns:
             self._requests[key_id] -= 1
             if not self._requests[key_id]:
                 del self._requests[key_id], self._of_keys[key_id]
+
+
+async def in_turns(
+    run: Callable[[Callable[[], Result | None]], Awaitable[Result | None]], parts: Iterator[Result]
+) -> AsyncIterator[Result]:
+    """The parts of a stream, each of which is made when it is its key's turn.
+
+    Args:
+        run: runs the making of a part (`SlowWork.run` for a key).
+    """
+    while (part := await run(lambda: next(parts, None))) is not None:
+        yield part
 
 
 class SlowWork:

@@ -131,6 +131,11 @@ async def _listing(request: Request, caller: Annotated[Caller, Depends(_caller)]
     return partial(lists.run, caller.key_id)
 
 
+async def _reading_results(request: Request, caller: Annotated[Caller, Depends(_caller)]) -> RunSlowly:
+    results: SlowWork = request.app.state.result_work
+    return partial(results.run, caller.key_id)
+
+
 async def _fetching(
     settings: Annotated[Settings, Depends(_settings)], slowly: Annotated[RunSlowly, Depends(_slowly)]
 ) -> RunSlowly:
@@ -155,6 +160,8 @@ Slowly = Annotated[RunSlowly, Depends(_slowly)]
 Listing = Annotated[RunSlowly, Depends(_listing)]
 """Runs the query of a list that may read all rows of a key. Lists have threads of their own, so that they do
 not wait for uploads and other slow requests."""
+ReadingResults = Annotated[RunSlowly, Depends(_reading_results)]
+"""Runs the reading of what a job's trainer wrote, which may be large, in threads of its own."""
 Fetching = Annotated[RunSlowly, Depends(_fetching)]
 """Runs work that opens stored files in a thread: among the slow requests, if they may have to be fetched."""
 StreamOf = Annotated[SendStream, Depends(_stream)]

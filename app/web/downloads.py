@@ -29,7 +29,7 @@ class ClosingStream(StreamingResponse):
 
     def __init__(
         self,
-        parts: Iterator[str] | Iterator[bytes] | AsyncIterator[bytes],
+        parts: Iterator[str] | Iterator[bytes] | AsyncIterator[str] | AsyncIterator[bytes],
         close: Callable[[], None],
         **options: Any,
     ) -> None:
@@ -76,7 +76,7 @@ class Downloads:
     def stream(
         self,
         key_id: str | None,
-        parts: Iterator[str] | Iterator[bytes],
+        parts: Iterator[str] | Iterator[bytes] | AsyncIterator[str] | AsyncIterator[bytes],
         close: Callable[[], None] = lambda: None,
         files: int = 1,
         **options: Any,

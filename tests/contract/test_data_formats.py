@@ -1,4 +1,5 @@
 import json
+import re
 
 import pytest
 
@@ -96,9 +97,15 @@ def test_a_system_column_that_is_no_text_is_left_alone(system: object) -> None:
     assert [each.content for each in chat.messages] == ["Q", "A"]
 
 
-@pytest.mark.parametrize(("label", "name"), [(1.0, "1"), (0.0, "0"), (2, "2"), (True, "true")])
-def test_whole_numbers_are_classes_even_if_written_as_fractions(label: object, name: str) -> None:
-    """As pandas writes a column of whole numbers in which one is missing."""
-    form, sample = parse_line(json.dumps({"text": "a", "label": label}))
-    assert (form, sample.class_name) == ("classification", name)  # type: ignore[union-attr]
-    assert parse_line('{"text": "a", "label": 0.5}')[0] == "text"
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        (("Prompt", "Completion "), '{"completion": "Completion ", "prompt": "Prompt"}'),
+        (("prompt", "answer"), '{"prompt": "question", "completion": "answer"}'),
+        (("Question", "Answer", "label"), '{"prompt": "question", "completion": "answer"}'),
+        (("TEXT", "Id"), '{"text": "TEXT"}'),
+    ],
+)
+def test_columns_that_are_meant_are_suggested(keys: tuple[str, ...], said: str) -> None:
+    with pytest.raises(BadLine, match=re.escape(f"columns={said}")):
+        parse_line(json.dumps(dict.fromkeys(keys, "a")))

@@ -231,7 +231,7 @@ def test_a_long_document_is_divided_at_the_ends_of_lines(client: TestClient, set
         (
             "a.csv",
             b"Prompt, Completion \na,b\n",
-            'columns={"prompt": "Prompt", "completion": " Completion "}',
+            'columns={"completion": " Completion ", "prompt": "Prompt"}',
         ),
         (
             "a.jsonl",

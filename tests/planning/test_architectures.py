@@ -173,7 +173,7 @@ def test_parameters_are_counted_with_the_family_s_default_heads(family: str) -> 
 
 
 ESTIMATED = [
-    "apertus", "arcee", "bamba", "bart", "deepseek_v3", "doge", "ernie4_5_moe",
+    "apertus", "arcee", "bamba", "bart", "deepseek_v3", "doge", "jetmoe", "ernie4_5_moe",
     "falcon_h1", "falcon_mamba", "gemma3", "gemma4_text", "glm4_moe", "gpt_oss", "granitemoehybrid",
     "internvl", "jamba", "kimi_linear", "lfm2", "llama4", "llava", "mamba", "mamba2", "minimax", "mllama",
     "nanochat", "nemotron_h", "olmo_hybrid", "qwen2_moe", "qwen3_5", "qwen3_next", "qwen3_vl",
@@ -199,9 +199,13 @@ def test_estimated_parameters_are_near_those_of_the_model(family: str) -> None:
 
 
 PUBLISHED: dict[str, dict[str, Any]] = {
+    "falcon_mamba": {
+        "hidden_size": 512, "intermediate_size": 1024, "expand": 16, "num_hidden_layers": 4, "state_size": 16,
+        "time_step_rank": 32, "conv_kernel": 4, "vocab_size": 2000, "tie_word_embeddings": False,
+    },
     "nemotron_h": {
-        "hidden_size": 1024, "hybrid_override_pattern": "M-M*-M-", "intermediate_size": 4096,
-        "mamba_num_heads": 32, "mamba_head_dim": 64, "ssm_state_size": 128, "n_groups": 8,
+        "hidden_size": 1024, "expand": 2, "hybrid_override_pattern": "M-M*-M-", "intermediate_size": 4096,
+        "mamba_num_heads": 40, "mamba_head_dim": 64, "ssm_state_size": 128, "n_groups": 8,
         "num_hidden_layers": 7, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128,
         "vocab_size": 2000, "tie_word_embeddings": False,
     },
@@ -270,9 +274,8 @@ def test_a_whole_model_s_tied_head_goes_before_its_language_model_s(tied: bool) 
 
 @pytest.mark.parametrize(
     "hostile",
-    [{"num_hidden_layers": 2**31 - 1}, {"num_layers_per_stack": 2**30}, {"first_k_dense_replace": -(2**31)},
-     {"attn_layer_period": 2**31}, {"layer_types": [["a"]]}, {"vision_config": {"depth": 10**400}},
-     {"mlp_layer_types": [None] * 10_000}],
+    [{"num_hidden_layers": 2**31 - 1}, {"num_layers_per_stack": 2**30}, {"attn_layer_period": 2**31},
+     {"layer_types": [["a"]]}, {"vision_config": {"depth": 10**400}}, {"mlp_layer_types": [None] * 10_000}],
 )  # fmt: skip
 def test_a_hostile_config_is_answered_at_once(hostile: dict[str, Any]) -> None:
     config = {"model_type": "deepseek_v3", **PUBLISHED["deepseek_v3"], **hostile}
@@ -280,3 +283,26 @@ def test_a_hostile_config_is_answered_at_once(hostile: dict[str, Any]) -> None:
     with contextlib.suppress(UnknownArchitecture):
         from_config(config)
     assert time.monotonic() - begin < 1
+
+
+@pytest.mark.parametrize(
+    "negative",
+    [{"embedding_size": -5}, {"qk_rope_head_dim": -10}, {"vision_config": {"depth": -9, "hidden_size": 9}},
+     {"first_k_dense_replace": -(2**31)}, {"hidden_size_per_layer_input": -7}],
+)  # fmt: skip
+def test_negative_sizes_do_not_make_a_model_seem_smaller(negative: dict[str, Any]) -> None:
+    with pytest.raises(UnknownArchitecture, match="must not be negative"):
+        from_config({"model_type": "deepseek_v3", **PUBLISHED["deepseek_v3"], **negative})
+
+
+def test_sizes_in_configs_within_the_config_are_read() -> None:
+    """Those of databricks/dbrx-base, which has 131.6 billion parameters."""
+    config = {
+        "model_type": "dbrx", "architectures": ["DbrxForCausalLM"], "d_model": 6144, "n_heads": 48,
+        "n_layers": 40, "max_seq_len": 32768, "vocab_size": 100352, "tie_word_embeddings": False,
+        "attn_config": {"clip_qkv": 8, "kv_n_heads": 8, "rope_theta": 500000},
+        "ffn_config": {"ffn_hidden_size": 10752, "moe_num_experts": 16, "moe_top_k": 4},
+    }  # fmt: skip
+    architecture = from_config(config)
+    assert architecture.parameters == pytest.approx(131.6e9, rel=0.01)
+    assert (architecture.experts, architecture.active_experts, architecture.key_value_heads) == (16, 4, 8)

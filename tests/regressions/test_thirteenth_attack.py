@@ -407,7 +407,7 @@ def test_replicas_that_take_turns_report_their_progress(tmp_path: Path) -> None:
         for step in (1, 2, 3):
             first.step(line(step))
         first.event("checkpoint", "Checkpoint at step 3.", step=3, name="step-3")
-        independent._Merged(runs, reporter, 1, 0, lambda _: None).update()
+        independent._Merged(runs, reporter, 1, 0).update()
     (event,) = events_of(job)
     assert (event["type"], event["data"]["step"], event["data"]["progress"]) == ("checkpoint", 3, 3)
 
@@ -421,7 +421,7 @@ def test_a_replica_that_is_far_ahead_takes_little_memory(
         run.path.mkdir()
     job = RunDirectory(tmp_path)
     with Reporter(job, 1) as reporter:
-        merged = independent._Merged(runs, reporter, 1, 0, lambda _: None)
+        merged = independent._Merged(runs, reporter, 1, 0)
         for number, run in enumerate(runs):
             with Reporter(run, 1) as own:
                 for step in range(1, 101):
@@ -442,7 +442,7 @@ def test_steps_are_reported_once_another_replica_has_ended(tmp_path: Path) -> No
     runs = _replicas_with_steps(tmp_path, 3, 1)
     job = RunDirectory(tmp_path)
     with Reporter(job, 1) as reporter:
-        merged = independent._Merged(runs, reporter, 2, 0, lambda _: None)
+        merged = independent._Merged(runs, reporter, 2, 0)
         merged.update()
         assert len(job.metrics.read_bytes().splitlines()) == 1
         runs[1].write_outcome(_OUTCOME)
@@ -455,7 +455,7 @@ def test_the_last_steps_of_a_replica_that_has_just_ended_count(tmp_path: Path) -
     runs = _replicas_with_steps(tmp_path, 3, 0)
     job = RunDirectory(tmp_path)
     with Reporter(job, 1) as reporter:
-        merged = independent._Merged(runs, reporter, 2, 0, lambda _: None)
+        merged = independent._Merged(runs, reporter, 2, 0)
         merged.update()
         assert not job.metrics.read_bytes()
         _replicas_with_steps(tmp_path, 0, 2)

@@ -276,7 +276,8 @@ def _begin_objective(
         if samples is None:
             continue
         samples.begin_objective(spec.objective)
-        if samples is loader.samples and spec.objective.compares_answers_only:
+        whole = samples is loader.samples and spec.shard is None
+        if whole and spec.objective.compares_answers_only:
             _check_any_pair_differs(samples, spec.data.max_length)
         if not spec.objective.has_reference:
             continue

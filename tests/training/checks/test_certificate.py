@@ -73,7 +73,13 @@ def test_the_gradient_check_joins_no_samples_if_micro_batches_hold_one(
     assert not events_of_kind(run, "out_of_memory")
 
 
-def _pairs(folder: Path, equal: Sequence[bool], name: OtherObjectiveName, **changes: Any) -> RunDirectory:
+def _pairs(
+    folder: Path,
+    equal: Sequence[bool],
+    name: OtherObjectiveName,
+    weights: Sequence[float] | None = None,
+    **changes: Any,
+) -> RunDirectory:
     """A run on pairs, some of which have the same answer twice."""
     run = preference_run(folder, name, **changes)
     assignment = run.assignment()
@@ -81,6 +87,8 @@ def _pairs(folder: Path, equal: Sequence[bool], name: OtherObjectiveName, **chan
     rows = [json.loads(line) for line in source.read_text().splitlines()][: len(equal)]
     for row, same in zip(rows, equal, strict=True):
         row["rejected"] = row["chosen"] if same else row["rejected"]
+    for row, weight in zip(rows, weights or [], strict=False):
+        row["weight"] = weight
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
     digest = hashlib.sha256(source.read_bytes()).hexdigest()
     data = assignment.spec.data.model_copy(
@@ -113,3 +121,10 @@ def test_data_without_any_different_answers_is_refused(tmp_path: Path, name: Oth
 
 def test_orpo_also_learns_the_chosen_answers_of_equal_pairs(tmp_path: Path) -> None:
     assert run_to_end(_pairs(tmp_path, [True] * 40, "orpo", max_steps=2)).steps == 2
+
+
+def test_pairs_without_weight_do_not_count_as_different(tmp_path: Path) -> None:
+    weights = [float(number % 3 > 0) for number in range(40)]
+    equal = [weight > 0 and number != 31 for number, weight in enumerate(weights)]
+    outcome = run_to_end(_pairs(tmp_path, equal, "dpo", weights, effective_batch_size=8, max_steps=3))
+    assert outcome.equivalence_error is not None

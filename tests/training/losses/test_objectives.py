@@ -390,6 +390,19 @@ def test_dropout_that_a_layer_reads_from_the_configuration_is_turned_off(
     assert "accrue" not in str(model.config.to_dict())
 
 
+@pytest.mark.parametrize("family", ["phimoe", "mixtral", "minimax"])
+def test_turning_jitter_off_changes_nothing_in_evaluation(family: str) -> None:
+    """PhiMoE's `router_jitter_noise` is a threshold of its router."""
+    torch.manual_seed(1)
+    config = small_config(family)
+    config.router_jitter_noise = 0.2
+    model, ids = make_any(config).eval(), torch.randint(5, 50, (2, 12))
+    with torch.no_grad():
+        before = model(input_ids=ids).logits
+        turn_dropout_off(model)
+        assert torch.equal(model(input_ids=ids).logits, before)
+
+
 def test_a_model_without_dropout_is_left_as_it_is() -> None:
     """GPT-2's configuration also has the dropout of a head that a language model does not have."""
     config = small_config("gpt2")

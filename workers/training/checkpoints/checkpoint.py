@@ -182,7 +182,7 @@ def newest_whole(folder: Path) -> Path | None:
 def _load(path: Path, parameters: Parameters, optimizer: torch.optim.Optimizer) -> RunState:
     content = json.loads((path / "state.json").read_text())
     version = content.get("version", 1)
-    found = state_of(path)
+    found = from_json(content["state"], version)
     load_weights(path, parameters)
     # copies, since the optimizer keeps what it gets, and the file, which is mapped, will be deleted
     states = {name: own.clone() for name, own in load_file(path / "optimizer.safetensors").items()}

@@ -183,7 +183,7 @@ def _window_to_compare(training: TrainingRun) -> Indices:
     spec, samples = training.assignment.spec, training.loader.samples
     size = max(training.batch, spec.effective_batch_size)
     window = training.loader.window(training.state.position.cursor, size)
-    if len(_that_differ(samples, window)):
+    if len(_that_differ(samples, window[samples.targets[window] > 0])):
         return window
     counted = np.flatnonzero(samples.targets)
     found = itertools.islice(_differing(samples, counted), size)
@@ -272,6 +272,8 @@ def error_in_fp64(training: TrainingRun, window: Indices, model: Any) -> float |
     """
     samples, replica = training.loader.samples, training.replica
     few = _few(window, samples, sum(each.numel() for each in model.parameters()))
+    if not len(few):
+        return None
     try:
         with model_kernels(replica.kernels):
             model = copy_in_fp64(model)

@@ -1,12 +1,14 @@
 """Makes a job's result from its independent replicas: the average of their weights, or the best of them."""
 
+import contextlib
 from dataclasses import replace
 from math import inf, isfinite
 from pathlib import Path
 
 import torch
+from pydantic import ValidationError
 
-from app.contract.reports import Outcome, ReplicaOutcome
+from app.contract.reports import LogLine, Outcome, ReplicaOutcome
 from workers.reporter import Reporter, SilentReporter
 from workers.run_directory import RunDirectory
 from workers.training.checkpoints import checkpoint
@@ -39,6 +41,7 @@ def combine(run: RunDirectory, reporter: Reporter, interrupted: Interruption) ->
     outcomes = [_outcome(own) for own in replicas]
     best = min(range(len(outcomes)), key=lambda number: _order(outcomes[number]))
     own = replicas[best].assignment()
+    steps = max(each.steps for each in outcomes)
     with Trackers(assignment.spec.report_to, assignment, run.path) as trackers:
         training, _ = start(replicas[best], own, SilentReporter(own.attempt), trackers, interrupted)
         if assignment.spec.average:
@@ -53,10 +56,12 @@ def combine(run: RunDirectory, reporter: Reporter, interrupted: Interruption) ->
                 raise Interrupted from None
         loss = None if found is None or not isfinite(found.loss) else found.loss
         rewards = None if found is None else rewards_of(training, found.measured)
+        _track(run, trackers)
         if loss is not None:
-            trackers.write(max(each.steps for each in outcomes), {"validation/loss": loss})
+            trackers.write(steps, {"validation/loss": loss})
         _report(reporter, outcomes, best, loss, average=assignment.spec.average)
         whole = replace(training, run=run, reporter=reporter, assignment=assignment)
+        whole.state.progress.step = steps  # of the job, at which metrics are reported
         _complete_prompts(whole, replicas[0])
     tokenizer = base_model.load_tokenizer(training.base)
     spec = assignment.spec
@@ -65,7 +70,7 @@ def combine(run: RunDirectory, reporter: Reporter, interrupted: Interruption) ->
     training.loader.close()
     return Outcome(
         files=files,
-        steps=max(each.steps for each in outcomes),
+        steps=steps,
         first_loss=None if spec.average else outcomes[best].first_loss,
         final_loss=None if spec.average else outcomes[best].final_loss,
         trained_tokens=sum(each.trained_tokens for each in outcomes),
@@ -115,6 +120,19 @@ def final_checkpoint(run: RunDirectory) -> Path:
     if keeps_best and not checkpoint.state_of(newest).progress.stop_requested:
         return checkpoint.best(run.checkpoints) or newest
     return newest
+
+
+def _track(run: RunDirectory, trackers: Trackers) -> None:
+    """Writes the job's steps to its trackers; of a step that was repeated, the last line."""
+    if not run.assignment().spec.report_to:
+        return
+    lines = {}
+    for raw in run.metrics.read_text().splitlines():
+        with contextlib.suppress(ValidationError):  # a line that was cut off
+            line = LogLine.model_validate_json(raw)
+            lines[line.step] = line
+    for line in lines.values():
+        trackers.step(line)
 
 
 def _complete_prompts(training: TrainingRun, first: RunDirectory) -> None:

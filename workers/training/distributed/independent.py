@@ -24,7 +24,7 @@ from workers.reporter import Reporter
 from workers.run_directory import INTERRUPTED, RunDirectory
 from workers.training.distributed.rank_launcher import start_process
 from workers.training.exceptions import CannotTrain
-from workers.training.reporting.trackers import Trackers
+from workers.training.reporting.trackers import check_installed
 
 log = logging.getLogger("accrue.trainer")
 
@@ -32,6 +32,8 @@ PART_VARIABLE = "ACCRUE_PART"
 """What a child process does: `replica` trains one of them, `combine` makes the job's result of all."""
 
 _POLL_SECONDS = 0.2
+_SECONDS_TO_CLOSE = 10.0
+"""How long an interrupted combination may take to close what it writes to."""
 _MOST_STEPS_AHEAD = 10_000
 """The maximum number of a replica's steps that are held in memory until the other replicas have made them."""
 
@@ -63,13 +65,12 @@ def train_replicas(run: RunDirectory, assignment: Assignment, interrupted: Calla
     replicas = replicas_of(run, assignment)
     waiting = [number for number, own in enumerate(replicas) if own.outcome() is None]
     try:
-        trackers = Trackers(assignment.spec.report_to, assignment, run.path)
+        check_installed(assignment.spec.report_to)  # before hours of training; `combine` writes to them
     except CannotTrain as error:
         run.write_failure(Failure(code=error.code, message=str(error), permanent=True))
         return 1
-    with Reporter(run, assignment.attempt) as reporter, trackers:
-        devices = len(assignment.plan.ranks)
-        merged = _Merged(replicas, reporter, devices, run.last_step(), trackers.step)
+    with Reporter(run, assignment.attempt) as reporter:
+        merged = _Merged(replicas, reporter, len(assignment.plan.ranks), run.last_step())
         status = _Team(run, assignment, replicas, waiting, merged).train(interrupted)
     if status != 0:
         return status
@@ -78,6 +79,7 @@ def train_replicas(run: RunDirectory, assignment: Assignment, interrupted: Calla
         while combine.exitcode is None:
             if interrupted():
                 combine.terminate()
+                combine.join(_SECONDS_TO_CLOSE)
                 return INTERRUPTED
             time.sleep(_POLL_SECONDS)
         return combine.exitcode if combine.exitcode >= 0 else 1
@@ -209,18 +211,10 @@ class _Merged:
     Args:
         devices: how many replicas train at the same time.
         reported: the last step that an earlier attempt has reported.
-        track: called with each line that is reported.
     """
 
-    def __init__(
-        self,
-        replicas: list[RunDirectory],
-        reporter: Reporter,
-        devices: int,
-        reported: int,
-        track: Callable[[LogLine], None],
-    ) -> None:
-        self._reporter, self._replicas, self._track = reporter, replicas, track
+    def __init__(self, replicas: list[RunDirectory], reporter: Reporter, devices: int, reported: int) -> None:
+        self._reporter, self._replicas = reporter, replicas
         self._at_once = min(devices, len(replicas))
         self._logs = [_Tail(own.metrics) for own in replicas]
         self._events = [_Tail(own.events) for own in replicas]
@@ -244,9 +238,7 @@ class _Merged:
         before = self._done
         while (own := self._complete(self._done + 1)) is not None:
             self._done += 1
-            line = self._combined(self._done, own)
-            self._reporter.step(line)
-            self._track(line)
+            self._reporter.step(self._combined(self._done, own))
             for lines, totals in zip(self._lines, self._totals, strict=True):
                 lines.pop(self._done, None)
                 totals.forget(self._done)

@@ -3,8 +3,7 @@
 The models of transformers write both as several operators. Autograd derives a backward pass from each
 operator, which reads and writes the states many times. For a slice of each head, for example, it makes a
 gradient as large as the head that is zero outside of the slice. Here, the derivative of the whole is written
-out, which needs fewer operators. liger-kernel does
-the same in a single kernel each, on GPUs.
+out, which needs fewer operators. liger-kernel does the same in a single kernel each, on GPUs.
 
 Before the first step, the gradient is compared with that of the model's own layers.
 """

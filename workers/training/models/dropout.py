@@ -49,18 +49,19 @@ def _in_eval_mode(layer: torch.nn.Module, checkpoint: Any) -> Any:
 
 
 def turn_dropout_off(model: torch.nn.Module) -> bool:
-    """Sets every dropout probability and the jitter of every router to 0: of a model's layers, and of its
-    configuration, which some layers read in each pass; `save` restores the configuration. Returns whether
-    any was above 0."""
+    """Sets every dropout probability and the jitter of every router to 0: in a model's layers and, for
+    dropout, in its configuration, which some layers read in each pass; `save` restores the configuration.
+    Returns whether any was above 0."""
     found = False
     for module in model.modules():
         for name, value in list(vars(module).items()):
-            is_random = _is_random(name) or (name == "p" and isinstance(module, torch.nn.Dropout))
+            is_dropout = "drop" in name or (name == "p" and isinstance(module, torch.nn.Dropout))
+            is_random = is_dropout or name in _JITTER
             if is_random and isinstance(value, float) and value > 0.0:
                 setattr(module, name, 0.0)
                 found = True
     for config in _configs_of(model):
-        fields = [name for name in vars(config) if _is_random(name) and not name.startswith(_OTHER_HEADS)]
+        fields = [name for name in vars(config) if "drop" in name and not name.startswith(_OTHER_HEADS)]
         above = {
             name: own for name in fields if isinstance(own := getattr(config, name), float) and own > 0.0
         }
@@ -80,10 +81,9 @@ def restore_dropout(model: torch.nn.Module) -> None:
         vars(config).pop("accrue_dropout", None)
 
 
-def _is_random(name: str) -> bool:
-    """Whether an attribute or field of that name is how much randomness a layer has."""
-    return "drop" in name or "jitter" in name
-
+_JITTER = ("jitter_noise", "input_jitter_noise", "moe_jitter_eps")
+"""Attributes of routers that say how much noise they add in training. (PhiMoE's `router_jitter_noise` is a
+threshold, also in evaluation.)"""
 
 _OTHER_HEADS = ("summary_", "classifier", "cls_")
 """How the names of fields begin that concern only heads of models for classification."""

@@ -4,12 +4,13 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import islice
 from math import ceil
 
 import torch
 
 from app.contract.plan import TokenBudget
-from app.contract.reports import LogLine, NoiseScale, RankLine, Rewards
+from app.contract.reports import MOST_MICRO_LOSSES, MOST_NORMS, LogLine, NoiseScale, RankLine, Rewards
 from workers.training.accumulate import TrainedWindow, divide
 from workers.training.data.batch_loader import Indices
 from workers.training.data.preparation import PreparationStatistics
@@ -130,8 +131,10 @@ def log_line(
         optimizer_seconds=optimizer_seconds,
         synchronise_seconds=result.synchronise_seconds,
         aux_loss=result.extra_loss if training.replica.balance else None,
-        micro_losses=_micro_means(training, window, trained) if spec.log_micro_losses else None,
-        gradient_norms=dict(result.layer_norms) if spec.log_gradients else None,
+        micro_losses=_micro_means(training, window, trained)
+        if spec.log_micro_losses and len(trained.groups) <= MOST_MICRO_LOSSES
+        else None,
+        gradient_norms=dict(islice(result.layer_norms.items(), MOST_NORMS)) if spec.log_gradients else None,
         ranks=_ranks(training, trained) if training.group.size > 1 else None,
         reserved_gb=memory.gib(reserved) if remembers and reserved is not None else None,
         rewards=rewards_of(training, result.measured),

@@ -5,6 +5,7 @@ Each writes below the run directory and needs no network; `wandb sync` or an MLf
 
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -61,6 +62,17 @@ class Trackers:
     ) -> None:
         for writer in self._writers:
             writer.close()
+
+
+def check_installed(names: Sequence[Tracker]) -> None:
+    """Checks that the packages of trackers are installed, without loading them.
+
+    Raises:
+        CannotTrain: one is not.
+    """
+    for name in names:
+        if find_spec(name) is None:
+            raise _not_installed(name)
 
 
 def named_by_trl(rewards: Rewards | None, prefix: str) -> dict[str, float]:
@@ -129,6 +141,10 @@ def _needed(package: str) -> Any:
     try:
         return import_module(package)
     except ImportError as error:
-        raise CannotTrain(
-            "not_installed", f"report_to {package} needs the package {package}: pip install {package}"
-        ) from error
+        raise _not_installed(package) from error
+
+
+def _not_installed(package: str) -> CannotTrain:
+    return CannotTrain(
+        "not_installed", f"report_to {package} needs the package {package}: pip install {package}"
+    )

@@ -1,0 +1,169 @@
+"""The attack of 2026-11-28: what a trainer writes, and one key's reading of it, must not stop others."""
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+from sqlalchemy import insert, select
+
+from app.contract.reports import EventLine, is_usable
+from app.results import run_files
+from app.results.series import PAGE, PageStart, evaluations, page_of_steps, series
+from app.settings import Settings
+from app.storage.database import Database
+from app.storage.stored_files import checkpoint_names
+from app.storage.tables import JobEvent, StepMetric
+from app.web.concurrency import SlowWork, in_turns
+from tests.harness.claims import claim
+from tests.harness.ingestion import read_once
+from tests.harness.log_lines import line
+from tests.harness.runs import create_run
+from tests.harness.submissions import submitted
+from workers import ingest as ingestion
+from workers.ingest import Position
+
+NATIVE = "/gradient-accumulation/training"
+MALFORMED: list[tuple[str, dict[str, Any]]] = [
+    ("metric", {}),
+    ("metric", {"step": 1, "name": ["a"], "value": 1.0}),
+    ("metric", {"step": "1", "name": "a", "value": 1.0}),
+    ("metric", {"step": 1, "name": "a", "value": "much"}),
+    ("evaluation", {"step": 1, "loss": 1.0, "rewards": "x"}),
+    ("evaluation", {"step": 1, "loss": 1.0, "rewards": {"margin": "x"}}),
+    ("evaluation", {"step": 1, "loss": 1.0, "token_accuracy": "abc"}),
+    ("evaluation", {"step": True, "loss": 1.0}),
+    ("checkpoint", {"step": 1, "name": 7}),
+]
+
+
+@pytest.mark.parametrize(("kind", "data"), MALFORMED)
+def test_events_of_another_type_than_results_need_are_ignored(
+    client: TestClient, database: Database, kind: str, data: dict[str, Any]
+) -> None:
+    assert not is_usable(kind, data)
+    job_id = submitted(database)
+    with database.writing() as session:  # as an earlier version stored it
+        session.add(
+            JobEvent(
+                job_id=job_id, id="ftevent-1", attempt=1, created_at=1.0, level="info", type=kind,
+                message="", data=data,
+            )
+        )  # fmt: skip
+        assert evaluations(session, job_id) == {}
+    for path in ("metrics", "metrics?format=csv", "metrics?points=10"):
+        assert client.get(f"{NATIVE}/{job_id}/{path}").status_code == 200
+    assert client.get(f"/v1/fine_tuning/jobs/{job_id}/events").status_code == 200
+
+
+def test_events_that_results_need_are_used() -> None:
+    rewards = {"margin": 0.1, "divergence": None}
+    assert is_usable("evaluation", {"step": 1, "loss": None, "rewards": rewards, "token_accuracy": 0.5})
+    assert is_usable("metric", {"step": 0, "name": "own", "value": None})
+    assert is_usable("checkpoint", {"step": 3, "name": "step-3"})
+    assert is_usable("anything", {"step": "x"})
+
+
+def test_an_event_has_a_limited_number_of_values() -> None:
+    def event(data: dict[str, Any]) -> EventLine:
+        content = {"attempt": 1, "time": 1.0, "type": "x", "level": "info", "message": "", "data": data}
+        return EventLine.model_validate_json(json.dumps(content))
+
+    assert event({"a": [[[]] * 30] * 100}).data != {}
+    assert event({"a": [[[]] * 900] * 32}).data == {}
+
+
+def test_events_are_stored_in_short_transactions(
+    database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ingestion, "_SECONDS_AT_ONCE", 0.0)
+    submitted(database)
+    fence = claim(database)
+    assert fence is not None
+    run = create_run(tmp_path / "run")
+    event = {"attempt": 1, "time": 1.0, "type": "x", "level": "info", "message": "", "data": {}}
+    run.events.write_text((json.dumps(event) + "\n") * 5)
+    position, stored = Position(), []
+    for _ in range(5):
+        position = read_once(database, run, fence, position)
+        with database.reading() as session:
+            own = select(JobEvent).where(JobEvent.job_id == fence.job_id, JobEvent.type == "x")
+            stored.append(len(session.scalars(own).all()))
+    assert stored == [1, 2, 3, 4, 5], "each event once, and at least one at a time"
+
+
+def with_steps(database: Database, count: int, losses: int) -> str:
+    job_id = submitted(database)
+    rows = [{**vars(line(step)), "job_id": job_id, "micro_losses": [0.5] * losses}
+            for step in range(1, count + 1)]  # fmt: skip
+    with database.writing() as session:
+        session.execute(insert(StepMetric), rows)
+    return job_id
+
+
+def test_pages_of_long_lines_have_few_of_them(database: Database) -> None:
+    job_id, at, sizes = with_steps(database, 60, 5000), PageStart(1), []
+    with database.reading() as session:
+        while at is not None:
+            lines, at = page_of_steps(session, job_id, at)
+            sizes.append(len(lines))
+    assert sum(sizes) == 60
+    assert max(sizes[1:]) <= 10, "about 50,000 values"
+    short = with_steps(database, 60, 1)
+    with database.reading() as session:
+        _, following = page_of_steps(session, short, PageStart(1))
+    assert following == PageStart(21, PAGE)
+
+
+def test_points_leave_very_long_lists_out(database: Database) -> None:
+    long, short = with_steps(database, 400, 4000), with_steps(database, 400, 4)
+    with database.reading() as session:
+        assert {each["micro_losses"] for each in series(session, long, 0, 300)} == {None}
+        assert len(series(session, short, 0, 300)[0]["micro_losses"]) == 4
+
+
+def test_the_parts_of_streams_take_turns() -> None:
+    """No key occupies more than two threads, however many streams it reads."""
+    running, most, changing = 0, 0, threading.Lock()
+
+    def parts() -> Iterator[int]:
+        nonlocal running, most
+        for part in range(3):
+            with changing:
+                running += 1
+                most = max(most, running)
+            time.sleep(0.02)
+            with changing:
+                running -= 1
+            yield part
+
+    async def read_all() -> list[list[int]]:
+        work = SlowWork()
+
+        async def stream() -> list[int]:
+            return [part async for part in in_turns(lambda make: work.run("key", make), parts())]
+
+        return list(await asyncio.gather(*(stream() for _ in range(8))))
+
+    assert asyncio.run(read_all()) == [[0, 1, 2]] * 8
+    assert most <= 2
+
+
+def test_folders_with_many_entries_are_not_listed_whole(settings: Settings, tmp_path: Path) -> None:
+    run = settings.runs_dir / "ftjob-1"
+    (run / "profile").mkdir(parents=True)
+    for number in range(300):
+        (run / "profile" / f"{number}").touch()
+        (run / "checkpoints" / f"step-{number}").mkdir(parents=True)
+    (run / "profile" / "memory.pickle").touch()
+    assert run_files.profile_files(settings, "ftjob-1") == ["memory.pickle"]
+    assert len(checkpoint_names(settings, "ftjob-1")) == 100
+    linked = settings.runs_dir / "ftjob-2"
+    linked.mkdir()
+    (linked / "checkpoints").symlink_to(run / "checkpoints")
+    assert checkpoint_names(settings, "ftjob-2") == set()
