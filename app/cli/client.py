@@ -170,7 +170,7 @@ class Client:
         return next(same, None)
 
     def upload(self, file: Path, columns: dict[str, str] | None = None, sample_by: str | None = None) -> Any:
-        """Uploads a file, and shows how far it is on a terminal.
+        """Uploads a file; on a terminal, shows the progress.
 
         Args:
             columns: maps fields to the file's columns.
@@ -274,7 +274,7 @@ def _json_of(answer: "httpx.Response") -> Any:
     """The answer's JSON, with unsafe characters replaced.
 
     Raises:
-        ServiceError: it is not JSON, as the login page of a proxy.
+        ServiceError: it is not JSON; it may be the login page of a proxy.
     """
     try:
         return printable(answer.json())

@@ -345,7 +345,7 @@ class Operators(Frozen):
     """The content of a run directory's profile/operators.json."""
 
     data: Annotated[tuple[Operator, ...], Field(fail_fast=True, max_length=1000)]
-    """By the time that they took themselves, the slowest first."""
+    """Sorted by `own_seconds`, the slowest first."""
 
 
 class ReplicaOutcome(Frozen):

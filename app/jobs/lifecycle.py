@@ -265,7 +265,7 @@ def remove(session: Session, job_id: str) -> tuple[str, list[str]]:
 
     Returns:
         The job's id, and the ids of files with inline data that were deleted, too, since no other job uses
-        them: the job's own, and that of an earlier job on which it was evaluated.
+        them: this job's training file, and the file of an earlier job that this one used for validation.
     """
     job = get(session, job_id, lock=True)
     if job.status not in ENDED:

@@ -90,7 +90,7 @@ class TrlJob:
     """What a TrainJob trains. Arguments that it does not give have TRL's defaults.
 
     Raises:
-        Unprocessable: it does not run TRL, or with arguments that the planner does not know.
+        Unprocessable: it does not run TRL, or its arguments have values that the planner does not know.
     """
 
     job: TrainJob
@@ -105,7 +105,7 @@ class TrlJob:
 
     @property
     def gpus_per_node(self) -> int:
-        """As many as processes, or as it asks for; otherwise one."""
+        """The number of processes per node; if that is no number, of the GPUs that it asks for, or one."""
         processes, resources = self._trainer.processes, self._trainer.resources
         if isinstance(processes, int):
             return processes
@@ -176,7 +176,7 @@ class TrlJob:
             raise Unprocessable(f"{error}.", field=_ARGUMENTS) from None
 
     def patch(self, split: ToolSplit) -> dict[str, Any]:
-        """What makes it train the split, as a JSON merge patch: lists are whole."""
+        """What makes it train the split, as a JSON merge patch, in which lists are given in full."""
         gpus = {GPU: self.gpus_per_node}
         requested = self._trainer.resources.requests
         both = {"limits": gpus} | ({"requests": gpus} if GPU in requested else {})  # which must be the same

@@ -40,8 +40,8 @@ _MAX_UNREPORTED = 256
 become too long."""
 
 _PREPARE_SECONDS = 0.02
-"""For how long requests are prepared between two steps. Rendering and tokenising one may take longer; then as
-much time passes before the next, as long as there are answers to go on with."""
+"""For how long requests are prepared between two steps. Rendering and tokenising a request may take longer;
+then the engine works on answers in progress for as long before it prepares the next request."""
 
 _CACHE_SHARE = 0.5
 """The share of the memory that is free after loading that caches may take."""

@@ -55,7 +55,7 @@ const TERMS = {
   completions:
     "Prompts from held-out samples: the trained model's completion, next to the base model's and the expected text. Those at evaluations show how it got there.",
   own_metrics:
-    "A metric that the administrator of this service has added: a program scores completions of held-out prompts, by the model before training, at each evaluation, and by the saved model.",
+    "A metric that the administrator of this service has added: a program scores completions of held-out prompts that the model makes before training, at each evaluation, and once it is saved.",
   noise: "Variance of the loss around its trend. A batch four times as large has about a quarter of it.",
 };
 
