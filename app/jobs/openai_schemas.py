@@ -184,7 +184,7 @@ class ModelResponse(ResponseModel):
     object: Literal["model"] = "model"
     created: int
     owned_by: str
-    parent: str | None = Field(None, description="Of a trained model: its base model")
+    parent: str | None = Field(None, description="Of a trained model: the model that it was trained from")
     job: str | None = Field(None, description="Of a trained model: the job that made it")
 
 

@@ -83,8 +83,8 @@ class TokenLoss(nn.Module):
         self.direct: DirectSums | None = None
         """Adds the gradient of the head's weight to its sum while a window is open."""
         self.objective: Objective | None = None
-        """Computes the loss of micro-batches that have a `scoring`; None for supervised fine-tuning and classification,
-        whose loss is a sum over targets."""
+        """Computes the loss of micro-batches that have a `scoring`; None for supervised fine-tuning and
+        classification, whose loss is a sum over targets."""
 
     def begin_objective(self, spec: ObjectiveSpec) -> None:
         """From now on, the loss is that of an objective other than supervised fine-tuning."""
