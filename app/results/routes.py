@@ -20,7 +20,6 @@ from app.results.schemas import CompletionsResponse, Metrics, Profile
 from app.results.series import Evaluation, evaluations, last_step, pages_of, series
 from app.settings import Settings
 from app.storage.database import Database
-from app.web.concurrency import in_turns
 from app.web.dependencies import (
     CurrentDatabase,
     CurrentSettings,
@@ -29,6 +28,7 @@ from app.web.dependencies import (
     ReadingResults,
     SendStream,
     Slowly,
+    StreamingResults,
     StreamOf,
     in_thread,
 )
@@ -41,7 +41,7 @@ router = native_router("/training", tags=["training"], route_class=SessionRoute)
 @router.get("/{training_id}/metrics", summary="A job's series", response_model=Metrics)
 async def metrics(
     slowly: Slowly,
-    results: ReadingResults,
+    in_turns: StreamingResults,
     database: CurrentDatabase,
     stream: StreamOf,
     training_id: JobId,
@@ -63,18 +63,18 @@ async def metrics(
     lines, steps, evaluated = await slowly(read)  # spreading points reads all of a job's steps
     pages = pages_of(database, training_id, from_step) if lines is None else [lines]
     if format == "csv":
-        return csv_response(in_turns(results, csv_lines(pages, evaluated)), training_id, stream)
+        return csv_response(in_turns(csv_lines(pages, evaluated)), training_id, stream)
     found = [{"step": step, **each._asdict()} for step, each in evaluated.items() if step >= from_step]
     answer = {"training_id": training_id, "steps": steps, "evaluations": found}
     if lines is not None:
         content = await slowly(lambda: to_json({**answer, "data": lines}, inf_nan_mode="null"))
         return Response(content, media_type="application/json")
-    return stream(in_turns(results, _as_json(answer, pages)), media_type="application/json")
+    return stream(in_turns(_as_json(answer, pages)), media_type="application/json")
 
 
 @router.get("/{training_id}/log", summary="A job's log as JSON lines", response_class=StreamingResponse)
 async def log(
-    results: ReadingResults,
+    in_turns: StreamingResults,
     database: CurrentDatabase,
     stream: StreamOf,
     training_id: JobId,
@@ -82,7 +82,7 @@ async def log(
 ) -> Response:
     await in_thread(partial(_check_exists, database, training_id))
     lines = _log_lines(database, training_id, from_step)
-    return stream(in_turns(results, lines), media_type="application/jsonl")
+    return stream(in_turns(lines), media_type="application/jsonl")
 
 
 @router.get(

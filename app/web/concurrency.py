@@ -100,7 +100,7 @@ async def in_turns(
     """The parts of a stream, each of which is made when it is its key's turn.
 
     Args:
-        run: runs the making of a part (`SlowWork.run` for a key).
+        run: runs the making of a part (`SlowWork.go_on` for a key).
     """
     while (part := await run(lambda: next(parts, None))) is not None:
         yield part
@@ -126,5 +126,9 @@ class SlowWork:
                 f"{requests} slow requests of this key are already waiting: try again once some have ended.",
                 retry_after_seconds=5,
             )
+        return await self.go_on(key_id, work)
+
+    async def go_on(self, key_id: str | None, work: Callable[[], Result]) -> Result:
+        """As `run`, for the next part of a request that has been admitted: it is never refused."""
         async with self._turns.turn(key_id):
             return await to_thread.run_sync(work, limiter=self._threads)

@@ -5,10 +5,10 @@ longer than the function itself.
 """
 
 import hashlib
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Annotated, Protocol, TypeVar
+from typing import Annotated, Any, Protocol, TypeVar
 
 from anyio import to_thread
 from fastapi import Depends, Header, Path, Query, Request
@@ -23,7 +23,7 @@ from app.settings import Settings
 from app.storage.database import Database
 from app.storage.session import Session, Viewer
 from app.submissions.idempotency import IdempotentRequest
-from app.web.concurrency import SlowWork
+from app.web.concurrency import SlowWork, in_turns
 from app.web.content_type import is_multipart
 from app.web.middleware import CALCULATORS
 from app.web.query_parameters import check_names
@@ -136,6 +136,13 @@ async def _reading_results(request: Request, caller: Annotated[Caller, Depends(_
     return partial(results.run, caller.key_id)
 
 
+async def _streaming_results(
+    request: Request, caller: Annotated[Caller, Depends(_caller)]
+) -> Callable[[Iterator[Result]], AsyncIterator[Result]]:
+    results: SlowWork = request.app.state.result_work
+    return partial(in_turns, partial(results.go_on, caller.key_id))
+
+
 async def _fetching(
     settings: Annotated[Settings, Depends(_settings)], slowly: Annotated[RunSlowly, Depends(_slowly)]
 ) -> RunSlowly:
@@ -162,6 +169,8 @@ Listing = Annotated[RunSlowly, Depends(_listing)]
 not wait for uploads and other slow requests."""
 ReadingResults = Annotated[RunSlowly, Depends(_reading_results)]
 """Runs the reading of what a job's trainer wrote, which may be large, in threads of its own."""
+StreamingResults = Annotated[Callable[[Iterator[Any]], AsyncIterator[Any]], Depends(_streaming_results)]
+"""Makes each part of a stream of such content in these threads, when it is the key's turn."""
 Fetching = Annotated[RunSlowly, Depends(_fetching)]
 """Runs work that opens stored files in a thread: among the slow requests, if they may have to be fetched."""
 StreamOf = Annotated[SendStream, Depends(_stream)]

@@ -13,6 +13,7 @@ from fastapi.testclient import TestClient
 from sqlalchemy import insert, select
 
 from app.contract.reports import EventLine, is_usable
+from app.errors import TooManyRequests
 from app.results import run_files
 from app.results.series import PAGE, PageStart, evaluations, page_of_steps, series
 from app.settings import Settings
@@ -146,7 +147,7 @@ def test_the_parts_of_streams_take_turns() -> None:
         work = SlowWork()
 
         async def stream() -> list[int]:
-            return [part async for part in in_turns(lambda make: work.run("key", make), parts())]
+            return [part async for part in in_turns(lambda make: work.go_on("key", make), parts())]
 
         return list(await asyncio.gather(*(stream() for _ in range(8))))
 
@@ -167,3 +168,22 @@ def test_folders_with_many_entries_are_not_listed_whole(settings: Settings, tmp_
     linked.mkdir()
     (linked / "checkpoints").symlink_to(run / "checkpoints")
     assert checkpoint_names(settings, "ftjob-2") == set()
+
+
+def test_a_stream_that_has_begun_is_not_refused() -> None:
+    """Other requests of its key may have filled the queue since."""
+
+    async def read() -> list[int]:
+        work, waiting = SlowWork(), threading.Event()
+        others = [asyncio.create_task(work.run("key", waiting.wait)) for _ in range(100)]
+        await asyncio.sleep(0.1)
+        with pytest.raises(TooManyRequests):
+            await work.run("key", waiting.wait)
+        stream = in_turns(lambda make: work.go_on("key", make), iter([1, 2]))
+        reading = asyncio.create_task(anext(stream))
+        await asyncio.sleep(0.05)
+        waiting.set()
+        await asyncio.gather(*others)
+        return [await reading, *[part async for part in stream]]
+
+    assert asyncio.run(read()) == [1, 2]
