@@ -117,9 +117,9 @@ def submit(
         bool | None,
         typer.Option(
             "--tune/--no-tune",
-            help="--tune: after two steps, pause to measure several micro-batch sizes (in the API: tune is "
-            "first); --no-tune: use the planned size. Default: try other sizes during normal steps, in jobs "
-            "of at least 102 steps on one device whose request leaves the size open (docs/planning.md)",
+            help="--tune: after two steps, pause to measure several micro-batch sizes (in the API, tune is "
+            "then first); --no-tune: use the planned size. Default: try other sizes during normal steps, in "
+            "jobs of at least 102 steps on one device whose request leaves the size open (docs/planning.md)",
             show_default=False,
         ),
     ] = None,

@@ -238,7 +238,8 @@ def show_jobs(jobs: list[dict[str, Any]], *, filtered: bool = False) -> None:
     none = "No jobs match." if filtered else "No jobs yet: accrue submit FILE."
     console.print(table if jobs else f"{none} With a key, you see only the jobs created with it.")
     if len(reasons) == 1:
-        console.print(f"Each queued job: {next(iter(reasons))}.", highlight=False, soft_wrap=True)
+        reason = next(iter(reasons))
+        console.print(f"Why a queued job waits: {reason}.", highlight=False, soft_wrap=True)
     for job in jobs:
         if job["error"]:
             message = f"{job['id']}: {job['error']['message']}"

@@ -83,10 +83,11 @@ def is_usable(kind: str, data: dict[str, Any]) -> bool:
         return isinstance(data.get("name", ""), str)
     if kind == "metric":
         return isinstance(data.get("name"), str) and _is_number_or_none(data.get("value", ""))
-    rewards = data.get("rewards") or {}
-    figures = (data.get("loss", ""), data.get("token_accuracy"), data.get("exact_match"))
-    are_rewards = isinstance(rewards, dict) and all(map(_is_number_or_none, rewards.values()))
-    return are_rewards and all(map(_is_number_or_none, figures))
+    rewards = data.get("rewards")
+    figures = [data.get("loss", ""), data.get("token_accuracy"), data.get("exact_match")]
+    if rewards is not None:
+        figures += rewards.values() if isinstance(rewards, dict) else [""]
+    return all(map(_is_number_or_none, figures))
 
 
 def _is_number_or_none(value: Any) -> bool:

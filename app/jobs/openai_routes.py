@@ -3,7 +3,6 @@
 import time
 from typing import Annotated
 
-from anyio import to_thread
 from fastapi import Path, Request, Response
 from sqlalchemy import Connection, select
 
@@ -45,8 +44,7 @@ from app.web.dependencies import (
     CurrentSettings,
     Limit,
     Listing,
-    Reading,
-    Slowly,
+    ReadingResults,
     Writing,
     in_thread,
     planning_inputs_of,
@@ -145,23 +143,25 @@ def resume(session: Writing, settings: CurrentSettings, fine_tuning_job_id: JobI
     return answer(key_limits.resume_within_limits(session, fine_tuning_job_id, settings))
 
 
-@router.get("/{fine_tuning_job_id}/events", summary="List a job's events, newest first")
+@router.get(
+    "/{fine_tuning_job_id}/events",
+    summary="List a job's events, newest first",
+    response_model=Page[FineTuningEvent],
+)
 async def list_events(
-    slowly: Slowly,
+    results: ReadingResults,
     database: CurrentDatabase,
     fine_tuning_job_id: JobId,
     limit: Limit = 20,
     after: After = None,
-) -> Page[FineTuningEvent]:
+) -> Response:
     """Messages, and an event of type `metrics` for every step."""
 
-    def listed() -> Page[FineTuningEvent]:
+    def listed() -> str:
         with database.reading() as session:
-            return _events(session, fine_tuning_job_id, limit, after)
+            return _events(session, fine_tuning_job_id, limit, after).model_dump_json()
 
-    if after is None:
-        return await to_thread.run_sync(listed)
-    return await slowly(listed)  # all steps since then are passed over
+    return Response(await results(listed), media_type="application/json")
 
 
 def _events(session: Session, job_id: str, limit: int, after: str | None) -> Page[FineTuningEvent]:
@@ -179,18 +179,28 @@ def _events(session: Session, job_id: str, limit: int, after: str | None) -> Pag
     )
 
 
-@router.get("/{fine_tuning_job_id}/checkpoints", summary="A job's checkpoints, newest first")
-def list_checkpoints(
-    session: Reading,
+@router.get(
+    "/{fine_tuning_job_id}/checkpoints",
+    summary="A job's checkpoints, newest first",
+    response_model=Page[FineTuningCheckpoint],
+)
+async def list_checkpoints(
+    results: ReadingResults,
+    database: CurrentDatabase,
     settings: CurrentSettings,
     fine_tuning_job_id: JobId,
     limit: Limit = 10,
     after: After = None,
-) -> Page[FineTuningCheckpoint]:
+) -> Response:
     """The checkpoints that still exist: older ones are deleted."""
-    job = transitions.get(session, fine_tuning_job_id)
-    kept = [_checkpoint(job, each) for each in checkpoints.list_checkpoints(session, settings, job)]
-    return page_of(kept, lambda each: each.id, limit, after)
+
+    def listed() -> str:
+        with database.reading() as session:
+            job = transitions.get(session, fine_tuning_job_id)
+            kept = [_checkpoint(job, each) for each in checkpoints.list_checkpoints(session, settings, job)]
+            return page_of(kept, lambda each: each.id, limit, after).model_dump_json()
+
+    return Response(await results(listed), media_type="application/json")
 
 
 def answer(job: Job) -> FineTuningJob:

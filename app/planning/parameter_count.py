@@ -242,19 +242,21 @@ def _recurrent(family: str, config: Config, widths: Widths) -> int:
 
 def _state_space(family: str, config: Config, hidden: int, state: int) -> int:
     """Parameters of a layer of Mamba 2 or, in older families, Mamba."""
-    expand = _first(config, ("mamba_expand", "expand")) or 2
+    expand = float(_first(config, ("mamba_expand", "expand")) or 2)
+    if expand <= 0:
+        raise ValueError("expand must not be negative")
     inner = _size(config, "mamba_d_ssm") or int(expand * hidden)
     convolution = 1 + (_size(config, "mamba_d_conv", "conv_kernel") or 4)
     if family not in _FIRST_MAMBA:
         groups = _size(config, "mamba_n_groups", "mamba_ngroups", "n_groups") or 1
-        heads = _size(config, "mamba_n_heads", "mamba_num_heads", "n_mamba_heads", "num_heads") or 1
+        heads = _size(config, "mamba_n_heads", "mamba_num_heads", "n_mamba_heads", "num_heads")
         inner = heads * _size(config, "mamba_head_dim") or inner
         states = 2 * groups * state
         return hidden * (3 * inner + states + heads) + convolution * (inner + states)
     if family in _ALL_RECURRENT:
         inner = _size(config, "intermediate_size") or inner
-    rank = _first(config, ("mamba_dt_rank", "time_step_rank"))
-    rank = rank if isinstance(rank, int) else math.ceil(hidden / 16)  # "auto"
+    ranks = ("mamba_dt_rank", "time_step_rank")
+    rank = _size(config, *ranks) if isinstance(_first(config, ranks), int) else math.ceil(hidden / 16)  # auto
     return inner * (3 * hidden + 2 * rank + 3 * state + convolution)
 
 

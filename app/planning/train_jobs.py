@@ -105,7 +105,7 @@ class TrlJob:
 
     @property
     def gpus_per_node(self) -> int:
-        """The number of processes per node; if that is no number, of the GPUs that it asks for, or one."""
+        """The number of processes per node; if that is not a number, the number of GPUs asked for, or 1."""
         processes, resources = self._trainer.processes, self._trainer.resources
         if isinstance(processes, int):
             return processes

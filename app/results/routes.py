@@ -9,7 +9,7 @@ from fastapi import Query
 from fastapi.responses import Response, StreamingResponse
 from pydantic_core import to_json
 
-from app.contract.reports import LogLine
+from app.contract.reports import MOST_MICRO_LOSSES, MOST_NORMS, LogLine
 from app.contract.states import ENDED
 from app.errors import Conflict, NotFound
 from app.jobs import reads, transitions
@@ -51,7 +51,8 @@ async def metrics(
     ] = None,
     format: Annotated[Literal["json", "csv"], Query()] = "json",
 ) -> Response:
-    """One point per step or, with `points`, evenly spread points including the first and last. JSON also
+    """One point per step or, with `points`, evenly spread points including the first and last; of very many
+    or very long ones, without the figures of micro-batches, layers and ranks. JSON also
     lists the evaluations from `from_step` on; CSV has them as columns of the steps that it lists."""
 
     def read() -> tuple[list[dict[str, Any]] | None, int, dict[int, Evaluation]]:
@@ -60,7 +61,7 @@ async def metrics(
             lines = None if points is None else series(connection, training_id, from_step, points)
             return lines, last_step(connection, training_id), evaluations(connection, training_id)
 
-    lines, steps, evaluated = await slowly(read)  # spreading points reads all of a job's steps
+    lines, steps, evaluated = await slowly(read)  # many steps, and all evaluations
     pages = pages_of(database, training_id, from_step) if lines is None else [lines]
     if format == "csv":
         return csv_response(in_turns(csv_lines(pages, evaluated)), training_id, stream)
@@ -208,7 +209,13 @@ def _check_exists(database: Database, training_id: str) -> None:
 
 def _log_lines(database: Database, training_id: str, from_step: int) -> Iterator[str]:
     for page in pages_of(database, training_id, from_step):
-        yield "".join(LogLine.model_validate(row).model_dump_json() + "\n" for row in page)
+        yield "".join(LogLine.model_validate(_within_bounds(row)).model_dump_json() + "\n" for row in page)
+
+
+def _within_bounds(row: dict[str, Any]) -> dict[str, Any]:
+    """A stored line without lists that are longer than a line's may be now; earlier versions stored them."""
+    most = {"micro_losses": MOST_MICRO_LOSSES, "gradient_norms": MOST_NORMS}
+    return {**row, **{name: None for name, length in most.items() if len(row[name] or ()) > length}}
 
 
 def _as_json(whole: dict[str, Any], pages: Iterable[list[dict[str, Any]]]) -> Iterator[bytes]:

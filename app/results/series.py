@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from math import inf
 from typing import Any, NamedTuple
 
-from sqlalchemy import Connection, Row, Select, String, cast, func, select
+from sqlalchemy import ColumnElement, Connection, Row, Select, String, cast, func, literal, select
 
 from app.contract.reports import LogLine, is_usable
 from app.storage.database import Database
@@ -15,14 +15,19 @@ _NAMES = list(LogLine.model_fields)
 _COLUMNS = [getattr(StepMetric, name) for name in _NAMES]
 _AT_ONCE = 500
 """The maximum number of steps in one query."""
-PAGE, FIRST_PAGE = 1000, 20
-"""The most rows of a page, and of the first one, by which the next ones are sized."""
-_VALUES_OF_PAGE = 50_000
-"""About how many values of `_LISTS` a page holds: a line may have thousands."""
+PAGE = 1000
+"""The most rows of a page."""
+_CHARACTERS_OF_PAGE = 2**20
+"""About how much JSON a page's lists have at most: a line may have thousands of values."""
 _LISTS = ("micro_losses", "gradient_norms", "ranks", "rewards")
-_MOST_LIST_CHARACTERS = 2**22
 _MOST_DETAILED = 2000
-"""The maximum number of points whose lists are read: with many ranks, a line takes kilobytes."""
+"""The maximum number of points whose long lists are read: with many ranks, a line takes kilobytes."""
+_CHARACTERS_OF_POINTS = 2**22
+"""The most JSON of the lists of all points together; the longest lists are left out beyond it."""
+_MOST_EVENTS = 100_000
+"""The most evaluations and metrics of a job that are read, of all attempts together."""
+_MOST_METRICS = 50
+"""The most metrics of a step."""
 
 
 def last_step(where: Session | Connection, job_id: str) -> int:
@@ -33,16 +38,18 @@ def last_step(where: Session | Connection, job_id: str) -> int:
 def series(
     where: Session | Connection, job_id: str, from_step: int, points: int | None
 ) -> list[dict[str, Any]]:
-    """A job's log lines from a step on; with `points`, at most that many, evenly spread. If there are very
-    many, or their nested values (`_LISTS`) are very long, these are left out."""
-    if points is not None:
-        first, last = _first_and_last(where, job_id, from_step)
-        if first is not None and last is not None and last - first >= points:
-            chosen = {first + round(i * (last - first) / (points - 1)) for i in range(points)}
-            steps = sorted(chosen)
-            detailed = points <= _MOST_DETAILED and not _have_long_lists(where, job_id, steps)
-            return _lines_at(where, job_id, steps, detailed=detailed)
-    return list(each_step(where, job_id, from_step))
+    """A job's log lines from a step on; with `points`, at most that many, evenly spread. Of very many points,
+    and if they are very long, the figures of micro-batches, layers and ranks are left out, the longest first.
+    """
+    if points is None:
+        return list(each_step(where, job_id, from_step))
+    first, last = _first_and_last(where, job_id, from_step)
+    if first is None or last is None:
+        return []
+    steps: Sequence[int] = range(first, last + 1)
+    if len(steps) > points:
+        steps = sorted({first + round(i * (last - first) / (points - 1)) for i in range(points)})
+    return _lines_at(where, job_id, steps, _short_lists(where, job_id, steps, points))
 
 
 class Evaluation(NamedTuple):
@@ -69,62 +76,74 @@ def evaluations(
     """
     of_evaluations = JobEvent.type.in_(("evaluation", "metric"))
     query = select(JobEvent.type, JobEvent.data).where(JobEvent.job_id == job_id, of_evaluations)
-    if steps is not None:
-        query = query.where(JobEvent.data["step"].as_integer().in_(steps))
+    if steps is not None:  # as text, since a trainer may have written anything
+        query = query.where(
+            cast(JobEvent.data["step"].as_string(), String).in_([str(step) for step in steps])
+        )
+    newest = query.order_by(JobEvent.attempt.desc(), JobEvent.id.desc()).limit(_MOST_EVENTS)
     result = where.scalar(select(Job.result).where(Job.id == job_id))
     last = inf  # earlier attempts may have gone further
     if result is not None and result.get("replicas") is None:
         last = result.get("steps", inf)
     found: dict[int, Evaluation] = {}
-    for kind, data in where.execute(query.order_by(JobEvent.attempt, JobEvent.id)):
+    metrics: dict[int, dict[str, float]] = {}
+    for kind, data in reversed(where.execute(newest).all()):
         if not is_usable(kind, data) or data["step"] > last:
             continue
-        known = found.get(data["step"], Evaluation(None, None))
+        step = data["step"]
+        known = found.setdefault(step, Evaluation(None, None))
         if kind == "evaluation":
             names = ("token_accuracy", "exact_match", "rewards")
             own = {name: data.get(name) for name in names}
-            found[data["step"]] = known._replace(loss=data["loss"], **own)
+            found[step] = known._replace(loss=data["loss"], **own)
         elif data["value"] is not None:
-            metrics = {**(known.metrics or {}), data["name"]: data["value"]}
-            found[data["step"]] = known._replace(metrics=metrics)
+            of_step = metrics.setdefault(step, {})
+            if data["name"] in of_step or len(of_step) < _MOST_METRICS:
+                of_step[data["name"]] = data["value"]
+    for step, own in metrics.items():
+        found[step] = found[step]._replace(metrics=own)
     return dict(sorted(found.items()))
 
 
 def each_step(where: Session | Connection, job_id: str, from_step: int = 0) -> Iterator[dict[str, Any]]:
     """Every log line of a job from a step on, a page of rows in memory at a time."""
-    at: PageStart | None = PageStart(from_step)
-    while at is not None:
-        lines, at = page_of_steps(where, job_id, at)
+    step: int | None = from_step
+    while step is not None:
+        lines, step = page_of_steps(where, job_id, step)
         yield from lines
 
 
-class PageStart(NamedTuple):
-    """Where a page of log lines begins, and its size."""
-
-    step: int
-    rows: int = FIRST_PAGE
-
-
 def page_of_steps(
-    where: Session | Connection, job_id: str, at: PageStart
-) -> tuple[list[dict[str, Any]], PageStart | None]:
-    """The next log lines, and where the page after them begins; None at the end."""
-    following = _steps(_COLUMNS, job_id, at.step).order_by(StepMetric.step).limit(at.rows)
-    lines = _lines(where.execute(following).all())
-    if len(lines) < at.rows:
-        return lines, None
-    values = sum(len(line[name] or ()) for line in lines for name in _LISTS)
-    rows = min(PAGE, max(1, _VALUES_OF_PAGE * len(lines) // max(1, values)))
-    return lines, PageStart(lines[-1]["step"] + 1, rows)
+    where: Session | Connection, job_id: str, from_step: int
+) -> tuple[list[dict[str, Any]], int | None]:
+    """The next log lines from a step on, and the step that the next page starts at; None at the end."""
+    columns = [StepMetric.step, sum((_characters(name) for name in _LISTS), literal(0))]
+    sizes = where.execute(_steps(columns, job_id, from_step).order_by(StepMetric.step).limit(PAGE)).all()
+    if not sizes:
+        return [], None
+    total, last = 0, sizes[0][0]
+    for step, characters in sizes:
+        total += characters
+        if total > _CHARACTERS_OF_PAGE and step > sizes[0][0]:
+            break
+        last = step
+    chosen = _steps(_COLUMNS, job_id, from_step).where(StepMetric.step <= last).order_by(StepMetric.step)
+    is_end = len(sizes) < PAGE and last == sizes[-1][0]
+    return _lines(where.execute(chosen).all()), None if is_end else last + 1
+
+
+def _characters(name: str) -> Any:
+    """The length of a list in a row, as JSON."""
+    return func.coalesce(func.length(cast(getattr(StepMetric, name), String)), 0)
 
 
 def pages_of(database: Database, job_id: str, from_step: int = 0) -> Iterator[list[dict[str, Any]]]:
     """A job's log lines from a step on, a page at a time. No connection is held between two pages, so a
     slow reader keeps nobody waiting."""
-    at: PageStart | None = PageStart(from_step)
-    while at is not None:
+    step: int | None = from_step
+    while step is not None:
         with database.reading() as session:
-            lines, at = page_of_steps(session, job_id, at)
+            lines, step = page_of_steps(session, job_id, step)
         yield lines
 
 
@@ -136,27 +155,36 @@ def _first_and_last(
     return first, last
 
 
-def _have_long_lists(where: Session | Connection, job_id: str, steps: Sequence[int]) -> bool:
-    """Whether the nested values of these steps' lines have more than `_MOST_LIST_CHARACTERS` as JSON."""
-    lists = [func.length(cast(getattr(StepMetric, name), String)) for name in _LISTS]
-    total = 0
+def _short_lists(where: Session | Connection, job_id: str, steps: Sequence[int], points: int) -> set[str]:
+    """The lists of these steps' lines that are short enough, together, to be read. Rewards always are."""
+    sizes = dict.fromkeys(_LISTS, 0)
     for i in range(0, len(steps), _AT_ONCE):
-        chosen = _steps([func.sum(func.coalesce(each, 0)) for each in lists], job_id, 0)
-        row = where.execute(chosen.where(StepMetric.step.in_(steps[i : i + _AT_ONCE]))).one()
-        total += sum(int(each or 0) for each in row)
-    return total > _MOST_LIST_CHARACTERS
+        sums = [func.sum(_characters(name)) for name in _LISTS]
+        row = where.execute(_steps(sums, job_id, 0).where(_is_in(steps[i : i + _AT_ONCE]))).one()
+        for name, size in zip(_LISTS, row, strict=True):
+            sizes[name] += int(size or 0)
+    kept, total = {"rewards"}, 0
+    for name in sorted(set(_LISTS) - kept, key=sizes.__getitem__):
+        total += sizes[name]
+        if total <= _CHARACTERS_OF_POINTS and points <= _MOST_DETAILED:
+            kept.add(name)
+    return kept
+
+
+def _is_in(steps: Sequence[int]) -> ColumnElement[bool]:
+    return StepMetric.step.in_(steps)
 
 
 def _lines_at(
-    where: Session | Connection, job_id: str, steps: Sequence[int], *, detailed: bool
+    where: Session | Connection, job_id: str, steps: Sequence[int], lists: set[str]
 ) -> list[dict[str, Any]]:
-    """The log lines of some steps, in their order."""
-    names = _NAMES if detailed else [name for name in _NAMES if name not in _LISTS]
-    without = {} if detailed else dict.fromkeys(_LISTS)
+    """The log lines of some steps, in their order, with these lists; others are None."""
+    names = [name for name in _NAMES if name not in _LISTS or name in lists]
+    without = {name: None for name in _LISTS if name not in lists}
     columns = [getattr(StepMetric, name) for name in names]
     lines: list[dict[str, Any]] = []
     for i in range(0, len(steps), _AT_ONCE):
-        chosen = _steps(columns, job_id, 0).where(StepMetric.step.in_(steps[i : i + _AT_ONCE]))
+        chosen = _steps(columns, job_id, 0).where(_is_in(steps[i : i + _AT_ONCE]))
         rows = where.execute(chosen.order_by(StepMetric.step)).all()
         lines += [{**dict(zip(names, row, strict=True)), **without} for row in rows]
     return lines

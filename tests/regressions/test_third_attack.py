@@ -27,7 +27,7 @@ from app.maintenance.backup import restore, take
 from app.models import hub
 from app.results import run_files
 from app.results.routes import _log_lines
-from app.results.series import FIRST_PAGE, PAGE
+from app.results.series import PAGE
 from app.settings import Settings
 from app.storage.database import Database
 from app.storage.tables import File, Job, PreviewRequest, StepMetric
@@ -101,10 +101,10 @@ def test_unread_logs_hold_no_connection(database: Database) -> None:
         session.execute(insert(StepMetric), rows)
     streams = [_log_lines(database, job_id, 0) for _ in range(40)]
     begun = [next(stream) for stream in streams]
-    assert all(page.count("\n") == FIRST_PAGE for page in begun)
+    assert all(page.count("\n") == PAGE for page in begun)
     with database.reading() as session:
         assert quickly(lambda: session.scalar(select(Job.id))) == job_id
-    assert sum(page.count("\n") for page in streams[0]) == 2 * PAGE + 1 - FIRST_PAGE
+    assert sum(page.count("\n") for page in streams[0]) == PAGE + 1
 
 
 def test_only_regular_files_of_a_run_directory_are_read(tmp_path: Path) -> None:

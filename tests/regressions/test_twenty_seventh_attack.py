@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
-from sqlalchemy import insert, select
+from sqlalchemy import insert, select, update
 
 from app.contract.reports import EventLine, is_usable
 from app.errors import TooManyRequests
 from app.results import run_files
-from app.results.series import PAGE, PageStart, evaluations, page_of_steps, series
+from app.results.series import evaluations, page_of_steps, series
 from app.settings import Settings
 from app.storage.database import Database
 from app.storage.stored_files import checkpoint_names
@@ -32,6 +32,8 @@ from workers.ingest import Position
 NATIVE = "/gradient-accumulation/training"
 MALFORMED: list[tuple[str, dict[str, Any]]] = [
     ("metric", {}),
+    ("metric", {"step": "abc", "name": "a", "value": 1.0}),
+    ("metric", {"step": 2**40, "name": "a", "value": 1.0}),
     ("metric", {"step": 1, "name": ["a"], "value": 1.0}),
     ("metric", {"step": "1", "name": "a", "value": 1.0}),
     ("metric", {"step": 1, "name": "a", "value": "much"}),
@@ -59,7 +61,10 @@ def test_events_of_another_type_than_results_need_are_ignored(
         assert evaluations(session, job_id) == {}
     for path in ("metrics", "metrics?format=csv", "metrics?points=10"):
         assert client.get(f"{NATIVE}/{job_id}/{path}").status_code == 200
-    assert client.get(f"/v1/fine_tuning/jobs/{job_id}/events").status_code == 200
+    run = client.app.state.settings.runs_dir / job_id  # type: ignore[attr-defined]
+    (run / "checkpoints" / "step-1").mkdir(parents=True)
+    for path in ("events", "checkpoints"):
+        assert client.get(f"/v1/fine_tuning/jobs/{job_id}/{path}").status_code == 200
 
 
 def test_events_that_results_need_are_used() -> None:
@@ -90,42 +95,76 @@ def test_events_are_stored_in_short_transactions(
     event = {"attempt": 1, "time": 1.0, "type": "x", "level": "info", "message": "", "data": {}}
     run.events.write_text((json.dumps(event) + "\n") * 5)
     position, stored = Position(), []
-    for _ in range(5):
+    for number in range(5):
         position = read_once(database, run, fence, position)
+        assert position.caught_up == (number == 5) or number == 4
         with database.reading() as session:
             own = select(JobEvent).where(JobEvent.job_id == fence.job_id, JobEvent.type == "x")
             stored.append(len(session.scalars(own).all()))
     assert stored == [1, 2, 3, 4, 5], "each event once, and at least one at a time"
 
 
-def with_steps(database: Database, count: int, losses: int) -> str:
+def with_steps(database: Database, count: int, losses: int, short: int = 0) -> str:
+    """A job with steps of that many micro-batches, after some of one."""
     job_id = submitted(database)
-    rows = [{**vars(line(step)), "job_id": job_id, "micro_losses": [0.5] * losses}
-            for step in range(1, count + 1)]  # fmt: skip
+    rows = [
+        {**vars(line(step)), "job_id": job_id, "micro_losses": [0.5] * (1 if step <= short else losses)}
+        for step in range(1, short + count + 1)
+    ]
     with database.writing() as session:
         session.execute(insert(StepMetric), rows)
     return job_id
 
 
 def test_pages_of_long_lines_have_few_of_them(database: Database) -> None:
-    job_id, at, sizes = with_steps(database, 60, 5000), PageStart(1), []
+    job_id = with_steps(database, 100, 10_000, short=50)
+    step: int | None = 1
+    sizes, read = [], []
     with database.reading() as session:
-        while at is not None:
-            lines, at = page_of_steps(session, job_id, at)
-            sizes.append(len(lines))
-    assert sum(sizes) == 60
-    assert max(sizes[1:]) <= 10, "about 50,000 values"
-    short = with_steps(database, 60, 1)
-    with database.reading() as session:
-        _, following = page_of_steps(session, short, PageStart(1))
-    assert following == PageStart(21, PAGE)
+        while step is not None:
+            lines, step = page_of_steps(session, job_id, step)
+            sizes.append(sum(len(each["micro_losses"]) for each in lines))
+            read += [each["step"] for each in lines]
+    assert read == list(range(1, 151))
+    assert max(sizes) < 300_000, "about a million characters"
 
 
-def test_points_leave_very_long_lists_out(database: Database) -> None:
-    long, short = with_steps(database, 400, 4000), with_steps(database, 400, 4)
+@pytest.mark.parametrize("points", [50, 300])
+def test_points_leave_very_long_lists_out(database: Database, points: int) -> None:
+    """Also if there are no more steps than points."""
+    long, short = with_steps(database, 200, 30_000), with_steps(database, 200, 4)
     with database.reading() as session:
-        assert {each["micro_losses"] for each in series(session, long, 0, 300)} == {None}
-        assert len(series(session, short, 0, 300)[0]["micro_losses"]) == 4
+        assert {each["micro_losses"] for each in series(session, long, 0, points)} == {None}
+        found = series(session, short, 0, points)
+    assert len(found) == min(points, 200)
+    assert len(found[0]["micro_losses"]) == 4
+
+
+def test_rewards_are_kept_beside_long_lists(database: Database) -> None:
+    job_id = with_steps(database, 100, 10_000)
+    with database.writing() as session:
+        session.execute(update(StepMetric).values(rewards={"margin": 0.5}))
+        found = series(session, job_id, 0, 100)
+    assert {each["rewards"]["margin"] for each in found} == {0.5}
+    assert found[0]["micro_losses"] is None
+
+
+def test_a_step_has_a_limited_number_of_metrics(database: Database) -> None:
+    job_id = submitted(database)
+    rows = [
+        {"job_id": job_id, "id": f"ftevent-{number}", "attempt": 1, "created_at": 1.0, "level": "info",
+         "type": "metric", "message": "", "data": {"step": 1, "name": f"m{number}", "value": 1.0}}
+        for number in range(300)
+    ]  # fmt: skip
+    with database.writing() as session:
+        session.execute(insert(JobEvent), rows)
+        assert len(evaluations(session, job_id)[1].metrics or {}) == 50
+
+
+def test_lines_that_an_earlier_version_stored_are_still_shown(client: TestClient, database: Database) -> None:
+    job_id = with_steps(database, 2, 10_001)
+    lines = client.get(f"{NATIVE}/{job_id}/log").text.splitlines()
+    assert [json.loads(each)["micro_losses"] for each in lines] == [None, None]
 
 
 def test_the_parts_of_streams_take_turns() -> None:

@@ -42,32 +42,32 @@ def combine(run: RunDirectory, reporter: Reporter, interrupted: Interruption) ->
     best = min(range(len(outcomes)), key=lambda number: _order(outcomes[number]))
     own = replicas[best].assignment()
     steps = max(each.steps for each in outcomes)
-    with Trackers(assignment.spec.report_to, assignment, run.path) as trackers:
-        training, _ = start(replicas[best], own, SilentReporter(own.attempt), trackers, interrupted)
-        if assignment.spec.average:
-            _average(training, [final_checkpoint(each) for each in replicas])
-        else:
-            checkpoint.load_weights(final_checkpoint(replicas[best]), training.replica.parameters)
-        found: Evaluated | None = None
-        if training.loader.validation is not None:
-            try:
-                found = evaluated(training)
-            except InterruptionRequested:
-                raise Interrupted from None
-        loss = None if found is None or not isfinite(found.loss) else found.loss
-        rewards = None if found is None else rewards_of(training, found.measured)
-        _track(run, trackers)
-        if loss is not None:
-            trackers.write(steps, {"validation/loss": loss})
-        _report(reporter, outcomes, best, loss, average=assignment.spec.average)
-        whole = replace(training, run=run, reporter=reporter, assignment=assignment)
-        whole.state.progress.step = steps  # of the job, at which metrics are reported
-        _complete_prompts(whole, replicas[0])
+    last_figures = _Collected()
+    training, _ = start(replicas[best], own, SilentReporter(own.attempt), last_figures, interrupted)
+    if assignment.spec.average:
+        _average(training, [final_checkpoint(each) for each in replicas])
+    else:
+        checkpoint.load_weights(final_checkpoint(replicas[best]), training.replica.parameters)
+    found: Evaluated | None = None
+    if training.loader.validation is not None:
+        try:
+            found = evaluated(training)
+        except InterruptionRequested:
+            raise Interrupted from None
+    loss = None if found is None or not isfinite(found.loss) else found.loss
+    rewards = None if found is None else rewards_of(training, found.measured)
+    if loss is not None:
+        last_figures.write(steps, {"validation/loss": loss})
+    _report(reporter, outcomes, best, loss, average=assignment.spec.average)
+    whole = replace(training, run=run, reporter=reporter, assignment=assignment)
+    whole.state.progress.step = steps  # of the job, at which metrics are reported
+    _complete_prompts(whole, replicas[0])
     tokenizer = base_model.load_tokenizer(training.base)
     spec = assignment.spec
     below = spec.model.below_adapters()
     files = save(training.replica.model, tokenizer, run.model, spec.method, *below)
     training.loader.close()
+    _track(run, reporter, steps, last_figures.figures, interrupted)
     return Outcome(
         files=files,
         steps=steps,
@@ -122,17 +122,52 @@ def final_checkpoint(run: RunDirectory) -> Path:
     return newest
 
 
-def _track(run: RunDirectory, trackers: Trackers) -> None:
-    """Writes the job's steps to its trackers; of a step that was repeated, the last line."""
-    if not run.assignment().spec.report_to:
+class _Collected(Trackers):
+    """Keeps figures that are to be written later."""
+
+    def __init__(self) -> None:
+        self._writers = []
+        self.figures: dict[str, float] = {}
+
+    def write(self, step: int, figures: dict[str, float]) -> None:
+        self.figures |= figures
+
+
+def _track(
+    run: RunDirectory, reporter: Reporter, steps: int, last: dict[str, float], interrupted: Interruption
+) -> None:
+    """Writes the job's steps, and the figures of its model, to its trackers. An error is only reported: the
+    model is saved already.
+
+    Raises:
+        Interrupted: an interruption was requested.
+    """
+    assignment = run.assignment()
+    if not assignment.spec.report_to:
         return
+    try:
+        with Trackers(assignment.spec.report_to, assignment, run.path) as trackers:
+            for line in _last_lines(run):
+                if interrupted():
+                    raise Interrupted
+                trackers.step(line)
+            trackers.write(steps, last)
+    except Interrupted:
+        raise
+    except Exception as error:  # whatever a tracker's library raises
+        message = f"The job's figures were not written to {', '.join(assignment.spec.report_to)}: "
+        reporter.event("trackers", f"{message}{type(error).__name__}.", "warning")
+
+
+def _last_lines(run: RunDirectory) -> list[LogLine]:
+    """The job's log lines by step; of a step that was repeated, the last one."""
     lines = {}
-    for raw in run.metrics.read_text().splitlines():
-        with contextlib.suppress(ValidationError):  # a line that was cut off
-            line = LogLine.model_validate_json(raw)
-            lines[line.step] = line
-    for line in lines.values():
-        trackers.step(line)
+    with run.metrics.open("rb") as log:
+        for raw in log:
+            with contextlib.suppress(ValidationError):  # a line that was cut off
+                line = LogLine.model_validate_json(raw)
+                lines[line.step] = line
+    return [lines[step] for step in sorted(lines)]
 
 
 def _complete_prompts(training: TrainingRun, first: RunDirectory) -> None:
