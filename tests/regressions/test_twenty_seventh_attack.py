@@ -132,11 +132,11 @@ def test_pages_of_long_lines_have_few_of_them(database: Database) -> None:
 @pytest.mark.parametrize("points", [50, 300])
 def test_points_leave_very_long_lists_out(database: Database, points: int) -> None:
     """Also if there are no more steps than points."""
-    long, short = with_steps(database, 200, 30_000), with_steps(database, 200, 4)
+    long, short = with_steps(database, 60, 30_000), with_steps(database, 60, 4)
     with database.reading() as session:
         assert {each["micro_losses"] for each in series(session, long, 0, points)} == {None}
         found = series(session, short, 0, points)
-    assert len(found) == min(points, 200)
+    assert len(found) == min(points, 60)
     assert len(found[0]["micro_losses"]) == 4
 
 
