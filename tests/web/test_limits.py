@@ -225,7 +225,6 @@ def counted_runs(work: SlowWork, monkeypatch: pytest.MonkeyPatch) -> list[str | 
         "/gradient-accumulation/stats",
         "/gradient-accumulation/stats/{job}",
         "/gradient-accumulation/training/{job}/metrics",
-        "/v1/fine_tuning/jobs/{job}/events?after=ftevent-00000000000000000000000000",
         "/v1/files?purpose=fine-tune-results",
         "/v1/files?limit=10000",
         "/v1/files/file-metrics-{number}",
@@ -242,6 +241,27 @@ def test_figures_over_all_steps_of_a_job_are_slow_requests(
     runs = counted_runs(slow, monkeypatch)
     answer = client.get(path.format(job=job, number=job.removeprefix("ftjob-")))
     assert answer.status_code == (409 if "compare" in path else 200)  # the job has no steps to compare
+    assert len(runs) == 1
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/gradient-accumulation/training/{job}/events",
+        "/gradient-accumulation/training/{job}/completions",
+        "/gradient-accumulation/training/{job}/profile",
+        "/v1/fine_tuning/jobs/{job}/events",
+        "/v1/fine_tuning/jobs/{job}/events?after=ftevent-00000000000000000000000000",
+        "/v1/fine_tuning/jobs/{job}/checkpoints",
+    ],
+)
+def test_what_a_trainer_wrote_is_read_in_turns(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """It may be large, and a key may request it many times at once."""
+    job = client.post(f"{PATH}/with-accumulation", json=JOB).json()["id"]
+    runs = counted_runs(client.app.state.result_work, monkeypatch)  # type: ignore[attr-defined]
+    assert client.get(path.format(job=job)).status_code == (404 if "profile" in path else 200)
     assert len(runs) == 1
 
 
