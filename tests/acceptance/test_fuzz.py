@@ -10,13 +10,14 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis.errors import FlakyStrategyDefinition
 from schemathesis import GenerationMode
-from schemathesis.specs.openapi.checks import positive_data_acceptance
+from schemathesis.specs.openapi.checks import negative_data_rejection, positive_data_acceptance
 
 from app.main import create_app
 from app.settings import Settings
@@ -38,6 +39,8 @@ DRAWING: dict[str, Any] = {
 
 TOGETHER = 16
 """Random sequences of calls that Hypothesis draws with a memory of each other."""
+
+LONGEST_QUERY = 60_000
 
 FRAMING = {"connection", "content-length", "expect", "host", "transfer-encoding", "upgrade"}
 
@@ -87,14 +90,17 @@ def is_http(case: Any) -> bool:
 def is_sent_whole(case: Any) -> bool:
     """Whether drawn parameters stay distinguishable from allowed ones in the URL: an empty list or object
     leaves no trace in it, a list of one member looks like that member, an object's members look like
-    parameters with their names, and an object of one object looks like the latter's name."""
+    parameters with their names, and an object of one object looks like the latter's name. The server's
+    parser refuses a URL of more than 64 KiB by itself."""
+    query = case.query or {}
     names = {parameter.name for parameter in case.operation.query}
-    return all(_leaves_its_kind(value, names) for value in (case.query or {}).values())
+    fits = len(urlencode(query, doseq=True, errors="replace")) < LONGEST_QUERY
+    return fits and all(_leaves_its_kind(value, names) for value in query.values())
 
 
 def _leaves_its_kind(value: Any, names: set[str]) -> bool:
     if isinstance(value, list):
-        return len([each for each in value if each is not None]) > 1
+        return len([each for each in value if each not in (None, {}, [])]) > 1
     if isinstance(value, dict) and names & set(value):
         return False
     if isinstance(value, dict) and len(value) == 1 and isinstance(next(iter(value.values())), dict):
@@ -110,7 +116,8 @@ def test_random_sequences_of_calls(accrue: Accrue) -> None:
             return {"base_url": accrue.url, "headers": accrue.header}
 
         def validate_response(self, response: Any, case: schemathesis.Case, **kw: Any) -> None:
-            case.validate_response(response, excluded_checks=[positive_data_acceptance])
+            lost = [] if is_sent_whole(case) else [negative_data_rejection]
+            case.validate_response(response, excluded_checks=[positive_data_acceptance, *lost])
 
     most = 4 * (CASES or FEW)
     for first in range(0, most, TOGETHER):
