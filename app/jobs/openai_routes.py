@@ -44,7 +44,7 @@ from app.web.dependencies import (
     CurrentSettings,
     Limit,
     Listing,
-    ReadingResults,
+    ResultsAnswer,
     Writing,
     in_thread,
     planning_inputs_of,
@@ -149,7 +149,7 @@ def resume(session: Writing, settings: CurrentSettings, fine_tuning_job_id: JobI
     response_model=Page[FineTuningEvent],
 )
 async def list_events(
-    results: ReadingResults,
+    respond: ResultsAnswer,
     database: CurrentDatabase,
     fine_tuning_job_id: JobId,
     limit: Limit = 20,
@@ -157,11 +157,11 @@ async def list_events(
 ) -> Response:
     """Messages, and an event of type `metrics` for every step."""
 
-    def listed() -> str:
+    def listed() -> Page[FineTuningEvent]:
         with database.reading() as session:
-            return _events(session, fine_tuning_job_id, limit, after).model_dump_json()
+            return _events(session, fine_tuning_job_id, limit, after)
 
-    return Response(await results(listed), media_type="application/json")
+    return await respond(listed)
 
 
 def _events(session: Session, job_id: str, limit: int, after: str | None) -> Page[FineTuningEvent]:
@@ -185,7 +185,7 @@ def _events(session: Session, job_id: str, limit: int, after: str | None) -> Pag
     response_model=Page[FineTuningCheckpoint],
 )
 async def list_checkpoints(
-    results: ReadingResults,
+    respond: ResultsAnswer,
     database: CurrentDatabase,
     settings: CurrentSettings,
     fine_tuning_job_id: JobId,
@@ -194,13 +194,13 @@ async def list_checkpoints(
 ) -> Response:
     """The checkpoints that still exist: older ones are deleted."""
 
-    def listed() -> str:
+    def listed() -> Page[FineTuningCheckpoint]:
         with database.reading() as session:
             job = transitions.get(session, fine_tuning_job_id)
             kept = [_checkpoint(job, each) for each in checkpoints.list_checkpoints(session, settings, job)]
-            return page_of(kept, lambda each: each.id, limit, after).model_dump_json()
+            return page_of(kept, lambda each: each.id, limit, after)
 
-    return Response(await results(listed), media_type="application/json")
+    return await respond(listed)
 
 
 def answer(job: Job) -> FineTuningJob:

@@ -42,7 +42,7 @@ from app.web.dependencies import (
     JobId,
     Limit,
     Listing,
-    ReadingResults,
+    ResultsAnswer,
     Writing,
     in_thread,
     planning_inputs_of,
@@ -205,7 +205,7 @@ def delete(database: CurrentDatabase, settings: CurrentSettings, training_id: Jo
 )
 async def events(
     request: Request,
-    results: ReadingResults,
+    respond: ResultsAnswer,
     database: CurrentDatabase,
     training_id: JobId,
     limit: Limit = 20,
@@ -218,10 +218,10 @@ async def events(
     takes longer than a second, events named `progress`, without an id, report its progress once a second."""
     query = select(JobEvent).where(JobEvent.job_id == training_id)
 
-    def read_page() -> str:
+    def read_page() -> Page[EventResponse]:
         with database.reading() as session:
             transitions.get(session, training_id)
-            return page(session, query, JobEvent.id, limit, after, _event).model_dump_json()
+            return page(session, query, JobEvent.id, limit, after, _event)
 
     def is_over() -> bool:
         with database.reading() as session:
@@ -230,7 +230,7 @@ async def events(
             return has_ended and session.scalar(later.limit(1)) is None
 
     if "text/event-stream" not in accept:
-        return Response(await results(read_page), media_type="application/json")
+        return await respond(read_page)
     if await in_thread(is_over):
         return Response(status_code=204)  # tells a browser's EventSource not to reconnect
     stream: EventStream = request.app.state.events

@@ -25,10 +25,10 @@ from app.web.dependencies import (
     CurrentSettings,
     Fetching,
     JobId,
-    ReadingResults,
+    ResultsAnswer,
+    ResultsInTurns,
     SendStream,
     Slowly,
-    StreamingResults,
     StreamOf,
     in_thread,
 )
@@ -41,7 +41,7 @@ router = native_router("/training", tags=["training"], route_class=SessionRoute)
 @router.get("/{training_id}/metrics", summary="A job's series", response_model=Metrics)
 async def metrics(
     slowly: Slowly,
-    in_turns: StreamingResults,
+    in_turns: ResultsInTurns,
     database: CurrentDatabase,
     stream: StreamOf,
     training_id: JobId,
@@ -75,7 +75,7 @@ async def metrics(
 
 @router.get("/{training_id}/log", summary="A job's log as JSON lines", response_class=StreamingResponse)
 async def log(
-    in_turns: StreamingResults,
+    in_turns: ResultsInTurns,
     database: CurrentDatabase,
     stream: StreamOf,
     training_id: JobId,
@@ -92,16 +92,16 @@ async def log(
     response_model=CompletionsResponse,
 )
 async def completions(
-    results: ReadingResults, database: CurrentDatabase, settings: CurrentSettings, training_id: JobId
+    respond: ResultsAnswer, database: CurrentDatabase, settings: CurrentSettings, training_id: JobId
 ) -> Response:
     """Completions of held-out prompts; empty if there are none, or none has been completed yet."""
 
-    def read() -> str:
+    def read() -> CompletionsResponse:
         _check_exists(database, training_id)
         found = run_files.completions(settings, training_id)
-        return CompletionsResponse(training_id=training_id, data=list(found.data)).model_dump_json()
+        return CompletionsResponse(training_id=training_id, data=list(found.data))
 
-    return Response(await results(read), media_type="application/json")
+    return await respond(read)
 
 
 @router.get(
@@ -110,11 +110,11 @@ async def completions(
     response_model=Profile,
 )
 async def profile(
-    results: ReadingResults, database: CurrentDatabase, settings: CurrentSettings, training_id: JobId
+    respond: ResultsAnswer, database: CurrentDatabase, settings: CurrentSettings, training_id: JobId
 ) -> Response:
     """The profile of a job that was submitted with `profile`, after its third step."""
 
-    def read() -> str:
+    def read() -> Profile:
         _check_exists(database, training_id)
         found = run_files.operators(settings, training_id)
         if found is None:
@@ -122,9 +122,9 @@ async def profile(
                 f"Job {training_id} has no profile: submit with profile: true, and wait for its third step."
             )
         files = run_files.profile_files(settings, training_id)
-        return Profile(training_id=training_id, operators=list(found.data), files=files).model_dump_json()
+        return Profile(training_id=training_id, operators=list(found.data), files=files)
 
-    return Response(await results(read), media_type="application/json")
+    return await respond(read)
 
 
 @router.get(

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Protocol, TypeVar
 
 from anyio import to_thread
 from fastapi import Depends, Header, Path, Query, Request
+from pydantic import BaseModel
 from starlette.responses import Response
 
 from app.errors import Forbidden
@@ -131,9 +132,16 @@ async def _listing(request: Request, caller: Annotated[Caller, Depends(_caller)]
     return partial(lists.run, caller.key_id)
 
 
-async def _reading_results(request: Request, caller: Annotated[Caller, Depends(_caller)]) -> RunSlowly:
+async def _answering_with_results(
+    request: Request, caller: Annotated[Caller, Depends(_caller)]
+) -> Callable[[Callable[[], BaseModel]], Awaitable[Response]]:
     results: SlowWork = request.app.state.result_work
-    return partial(results.run, caller.key_id)
+
+    async def answer(read: Callable[[], BaseModel]) -> Response:
+        content = await results.run(caller.key_id, lambda: read().model_dump_json())
+        return Response(content, media_type="application/json")
+
+    return answer
 
 
 async def _streaming_results(
@@ -167,9 +175,12 @@ Slowly = Annotated[RunSlowly, Depends(_slowly)]
 Listing = Annotated[RunSlowly, Depends(_listing)]
 """Runs the query of a list that may read all rows of a key. Lists have threads of their own, so that they do
 not wait for uploads and other slow requests."""
-ReadingResults = Annotated[RunSlowly, Depends(_reading_results)]
-"""Runs the reading of what a job's trainer wrote, which may be large, in threads of its own."""
-StreamingResults = Annotated[Callable[[Iterator[Any]], AsyncIterator[Any]], Depends(_streaming_results)]
+ResultsAnswer = Annotated[
+    Callable[[Callable[[], BaseModel]], Awaitable[Response]], Depends(_answering_with_results)
+]
+"""Responds with what a job's trainer wrote; called with the work that reads it. It may be large, so it is read
+and written as JSON in threads of its own."""
+ResultsInTurns = Annotated[Callable[[Iterator[Any]], AsyncIterator[Any]], Depends(_streaming_results)]
 """Makes each part of a stream of such content in these threads, when it is the key's turn."""
 Fetching = Annotated[RunSlowly, Depends(_fetching)]
 """Runs work that opens stored files in a thread: among the slow requests, if they may have to be fetched."""

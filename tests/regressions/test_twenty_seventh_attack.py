@@ -3,8 +3,7 @@
 import asyncio
 import json
 import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -167,19 +166,20 @@ def test_lines_that_an_earlier_version_stored_are_still_shown(client: TestClient
     assert [json.loads(each)["micro_losses"] for each in lines] == [None, None]
 
 
+async def comes_true(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
 def test_the_parts_of_streams_take_turns() -> None:
     """No key occupies more than two threads, however many streams it reads."""
-    running, most, changing = 0, 0, threading.Lock()
+    begun, may_end = [], threading.Event()
 
     def parts() -> Iterator[int]:
-        nonlocal running, most
         for part in range(3):
-            with changing:
-                running += 1
-                most = max(most, running)
-            time.sleep(0.02)
-            with changing:
-                running -= 1
+            begun.append(part)
+            may_end.wait(30)
             yield part
 
     async def read_all() -> list[list[int]]:
@@ -188,10 +188,13 @@ def test_the_parts_of_streams_take_turns() -> None:
         async def stream() -> list[int]:
             return [part async for part in in_turns(lambda make: work.go_on("key", make), parts())]
 
-        return list(await asyncio.gather(*(stream() for _ in range(8))))
+        reading = [asyncio.create_task(stream()) for _ in range(8)]
+        await comes_true(lambda: work._turns.requests("key") == 8 and len(begun) >= 2)
+        assert len(begun) == 2, "the other six wait"
+        may_end.set()
+        return list(await asyncio.gather(*reading))
 
     assert asyncio.run(read_all()) == [[0, 1, 2]] * 8
-    assert most <= 2
 
 
 def test_folders_with_many_entries_are_not_listed_whole(settings: Settings, tmp_path: Path) -> None:
@@ -213,15 +216,15 @@ def test_a_stream_that_has_begun_is_not_refused() -> None:
     """Other requests of its key may have filled the queue since."""
 
     async def read() -> list[int]:
-        work, waiting = SlowWork(), threading.Event()
-        others = [asyncio.create_task(work.run("key", waiting.wait)) for _ in range(100)]
-        await asyncio.sleep(0.1)
+        work, may_end = SlowWork(), threading.Event()
+        others = [asyncio.create_task(work.run("key", may_end.wait)) for _ in range(100)]
+        await comes_true(lambda: work._turns.requests("key") == 100)
         with pytest.raises(TooManyRequests):
-            await work.run("key", waiting.wait)
+            await work.run("key", may_end.wait)
         stream = in_turns(lambda make: work.go_on("key", make), iter([1, 2]))
         reading = asyncio.create_task(anext(stream))
-        await asyncio.sleep(0.05)
-        waiting.set()
+        await comes_true(lambda: work._turns.requests("key") == 101)
+        may_end.set()
         await asyncio.gather(*others)
         return [await reading, *[part async for part in stream]]
 

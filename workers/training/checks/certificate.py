@@ -122,11 +122,13 @@ def certify(training: TrainingRun) -> None:
         InterruptionRequested: an interruption was requested.
     """
     spec, state, replica = training.assignment.spec, training.state, training.replica
-    window = _window_to_compare(training)
-    denominator = training.loader.samples.denominator(window)
     if not spec.certificate or spec.clip_mode == "each_micro_batch":
         return
-    if state.fallbacks.equivalence_error is not None or state.step or denominator == 0.0 or training.finished:
+    if state.fallbacks.equivalence_error is not None or state.step or training.finished:
+        return
+    window = _window_to_compare(training)
+    denominator = training.loader.samples.denominator(window)
+    if denominator == 0.0:
         return
     chosen: list[Tensor] = []
 
@@ -178,21 +180,19 @@ def certify(training: TrainingRun) -> None:
 
 def _window_to_compare(training: TrainingRun) -> Indices:
     """The samples of the next window, but of a full batch: a ramp may begin with a sample or two, which no
-    split changes. If the two answers of every pair in it are the same, so that its gradient is nothing but
-    rounding, other pairs of the data."""
+    split changes. If none of them trains anything, the first samples of the data that do."""
     spec, samples = training.assignment.spec, training.loader.samples
     size = max(training.batch, spec.effective_batch_size)
     window = training.loader.window(training.state.position.cursor, size)
     if len(_that_differ(samples, window[samples.targets[window] > 0])):
         return window
-    counted = np.flatnonzero(samples.targets)
-    found = itertools.islice(_differing(samples, counted), size)
-    return np.fromiter(found, dtype=np.int64)
+    others = itertools.islice(_differing(samples, np.flatnonzero(samples.targets)), size)
+    return np.fromiter(others, dtype=np.int64)
 
 
 def _that_differ(samples: Samples, window: Indices) -> Indices:
-    """The samples whose two answers are not the same; with objectives that a pair of equal answers trains,
-    all."""
+    """The samples whose two answers are not the same (the gradient of a pair of equal ones is nothing but
+    rounding); with objectives that such a pair trains, all."""
     return np.fromiter(_differing(samples, window), dtype=np.int64)
 
 
