@@ -178,8 +178,8 @@ not wait for uploads and other slow requests."""
 ResultsAnswer = Annotated[
     Callable[[Callable[[], BaseModel]], Awaitable[Response]], Depends(_answering_with_results)
 ]
-"""Responds with what a job's trainer wrote; called with the work that reads it. It may be large, so it is read
-and written as JSON in threads of its own."""
+"""Responds with what a job's trainer wrote; called with the work that reads it. This may be large, so it is
+read, and written as JSON, in threads of its own."""
 ResultsInTurns = Annotated[Callable[[Iterator[Any]], AsyncIterator[Any]], Depends(_streaming_results)]
 """Makes each part of a stream of such content in these threads, when it is the key's turn."""
 Fetching = Annotated[RunSlowly, Depends(_fetching)]
