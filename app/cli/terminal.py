@@ -182,6 +182,8 @@ def show_plan(job: dict[str, Any]) -> None:
         "count": "{micro_batches} micro-batches",
         "size": f"{most} micro-batch{'es' * (most > 1)} of at most {{samples}} samples",
     }[rule["rule"]].format(**rule)  # fmt: skip
+    if rule.get("unpadded_tokens"):
+        cut += f" ({rule['unpadded_tokens']:,} if they need no padding)"
     console.print(
         f"plan ({_BY[plan['source']]}), for samples of up to {_sample_length(job)} tokens: effective batch "
         f"{job['effective_batch_size']} in {cut}; {steps}; "

@@ -16,6 +16,9 @@ class TokenBudget(Frozen):
 
     rule: Literal["token_budget"] = "token_budget"
     tokens: int
+    unpadded_tokens: int | None = None
+    """The budget if the trainer lays samples out without padding although the job did not ask for packing;
+    None: the same."""
 
 
 class FixedCount(Frozen):

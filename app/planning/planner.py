@@ -29,7 +29,7 @@ from app.planning.estimate import by_formula as estimates_by_formula
 from app.planning.memory import Memory
 from app.planning.sharding import ZERO_STAGES, is_shardable
 from app.planning.split import NO_MICRO_BATCH, MicroBatches, even, shares, split_over
-from app.planning.throughput import Throughput, ThroughputOf, unmeasured, useful_tokens
+from app.planning.throughput import Throughput, ThroughputOf, unmeasured, unpadded_tokens, useful_tokens
 
 MAX_DEFAULT_BATCH = 32
 """The largest effective batch, in samples, if a question gives none."""
@@ -120,6 +120,8 @@ class Capacity:
     """The useful micro-batch if its window has no other."""
     useful_tokens: int
     """The useful micro-batch in padded tokens."""
+    unpadded_tokens: int | None = None
+    """The useful micro-batch in tokens if samples are not padded; None: the same."""
 
     def largest_in(self, steps: int) -> int:
         """The largest micro-batch that fits if a window has this many micro-batches."""
@@ -279,7 +281,7 @@ def capacity_of(
     def useful(samples: int) -> int:
         return _useful_tokens(samples, question, device, throughput, hidden_size)
 
-    tokens = useful(largest)
+    tokens, allowed = useful(largest), _allowed_tokens(largest, question)
     return Capacity(
         device=device,
         limit_bytes=limit,
@@ -288,6 +290,7 @@ def capacity_of(
         useful=max(1, tokens // sequence),
         useful_alone=max(1, useful(alone) // sequence),
         useful_tokens=tokens,
+        unpadded_tokens=unpadded_tokens(throughput, device.kind, allowed, hidden_size),
     )
 
 
@@ -295,10 +298,15 @@ def _useful_tokens(
     largest: int, question: Question, device: Device, throughput: Throughput | None, hidden_size: int | None
 ) -> int:
     """Tokens of the smallest micro-batch, up to `largest` samples, that is as fast as any larger one."""
-    samples = max(1, largest if question.at_most is None else min(largest, question.at_most))
-    tokens = samples * question.sample_tokens
+    tokens = _allowed_tokens(largest, question)
     useful = useful_tokens(throughput, device.kind, tokens, hidden_size)
     return min(tokens, ceil(useful / _BUDGET_STEP) * _BUDGET_STEP)
+
+
+def _allowed_tokens(largest: int, question: Question) -> int:
+    """Tokens of a micro-batch of `largest` samples, or of as many as the request allows."""
+    samples = max(1, largest if question.at_most is None else min(largest, question.at_most))
+    return samples * question.sample_tokens
 
 
 def _split(
@@ -344,7 +352,8 @@ def _planned(
         return [FixedCount(micro_batches=1)] * len(sizes), sizes
     whole = max(_LEAST_BUDGET, batch * question.sample_tokens) if question.constant_batch else inf
     budgets: list[MicroBatchRule] = [
-        TokenBudget(tokens=int(min(capacity.useful_tokens, whole))) for capacity in capacities
+        TokenBudget(tokens=int(min(capacity.useful_tokens, whole)), unpadded_tokens=capacity.unpadded_tokens)
+        for capacity in capacities
     ]
     return budgets, split_over(batch, useful)
 

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from app.contract.memory_profile import Recipe
 from app.contract.plan import TokenBudget
 from app.contract.reports import EQUALLY_FAST_SHARE, smallest_of_the_fastest
+from app.devices.gpus import this_cpu
 from app.planning.architectures import from_config
 from app.planning.catalogue import TINY_GPT2
 from app.planning.devices import GIB, Device
@@ -14,7 +15,7 @@ from app.planning.estimate import ByFormula, ByMeasurement, MeasuredPeak, by_for
 from app.planning.interpolation import interpolated
 from app.planning.plan import make_plan
 from app.planning.planner import PlannerEvidence
-from app.planning.throughput import CPU_TOKENS, Throughput, useful_tokens
+from app.planning.throughput import CPU_TOKENS, Throughput, unpadded_tokens, useful_tokens
 from tests.harness.specs import make_spec
 
 GPU = Device(0, "NVIDIA L4", 24 * GIB, "cuda")
@@ -54,6 +55,19 @@ def test_without_measurements_memory_limits_gpus_and_a_default_limits_cpus(
 def test_narrow_models_take_more_tokens_on_a_cpu(width: int | None, tokens: int) -> None:
     assert useful_tokens(None, "cpu", 10**6, width) == tokens
     assert useful_tokens(None, "cpu", 300, width) == 300
+
+
+@pytest.mark.parametrize(
+    ("width", "tokens"), [(64, None), (128, None), (256, 768), (768, 768), (1024, None), (None, None)]
+)
+def test_without_padding_a_cpu_takes_more_tokens_unless_sizes_were_measured(
+    width: int | None, tokens: int | None
+) -> None:
+    assert unpadded_tokens(None, "cpu", 10**6, width) == tokens
+    assert unpadded_tokens(None, "cpu", 600, width) == (None if tokens is None else 600)
+    assert unpadded_tokens(None, "cpu", 512, width) is None  # what memory allows with padding, too
+    assert unpadded_tokens(MEASURED, "cpu", 10**6, width) is None
+    assert unpadded_tokens(None, "cuda", 10**6, width) is None
 
 
 def test_a_sweep_without_a_plateau_does_not_limit_larger_micro_batches() -> None:
@@ -111,3 +125,16 @@ def test_an_estimate_passes_through_measurements_and_keeps_the_slope_beyond_them
     assert peak(measured, 10) - peak(formula, 10) == pytest.approx(2 * 10**7, abs=2)
     assert peak(measured, 40) - peak(measured, 16) == peak(formula, 40) - peak(formula, 16)
     assert measured.source == "measured"
+
+
+@pytest.mark.parametrize(("width", "unpadded"), [(128, None), (256, 768)])
+def test_a_cpu_s_plan_says_how_large_micro_batches_are_without_padding(
+    width: int, unpadded: int | None
+) -> None:
+    architecture = from_config({**TINY_GPT2, "n_embd": width})
+    known = PlannerEvidence(by_formula(architecture), architecture=architecture)
+    plan = make_plan(make_spec(effective_batch_size=4096), [this_cpu()], known, predicted=True)
+    rule = plan.ranks[0].micro_batch_rule
+    assert isinstance(rule, TokenBudget)
+    assert rule.unpadded_tokens == unpadded
+    assert unpadded is None or rule.tokens < unpadded < (plan.most_tokens or 0)

@@ -123,7 +123,7 @@ def start(
         state=state,
         budgets=budgets,
         shares=_shares(assignment, state, budgets, recorded, until),
-        tuner=make_tuner(run, assignment, state, group, until, longest_row),
+        tuner=make_tuner(run, assignment, state, group, until, budgets[group.rank]),
         group=group,
         checkpoints=CheckpointWriter(
             run.checkpoints, in_background=replica.device.type == "cuda" and not replica.is_sharded
@@ -320,7 +320,8 @@ def _most_tokens(assignment: Assignment) -> int:
         tokens = rule.tokens if isinstance(rule, TokenBudget) else full
         if assignment.spec.tune is not None:  # sizes up to four times the planned one are tried
             tokens = max(tokens, min(plan.most_tokens or 0, round(tokens * first_steps_tuning.LADDER[0])))
-        most = max(most, tokens)
+        unpadded = rule.unpadded_tokens if isinstance(rule, TokenBudget) else None
+        most = max(most, tokens, unpadded or 0)
     return most
 
 

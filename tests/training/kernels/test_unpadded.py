@@ -288,6 +288,20 @@ def test_rows_are_checked_that_a_growing_batch_has(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize("kernels", ["auto", "none"])
+def test_micro_batches_without_padding_have_their_own_budget(tmp_path: Path, kernels: str) -> None:
+    rule = TokenBudget(tokens=100, unpadded_tokens=240)
+    spec = spec_of(kernels=kernels, max_steps=2, tune="while_training")
+    run = create_run(tmp_path / "run", spec, rule=rule)
+    run_to_end(run)
+    own = raw_log(run)
+    tokens = sum(line["input_tokens"] for line in own)
+    micro_batches = sum(line["gradient_accumulation_steps"] for line in own)
+    assert bool(events_of_kind(run, "unpadded")) is (kernels == "auto")
+    assert (tokens / micro_batches > 100) is (kernels == "auto")
+
+
+@pytest.mark.usefixtures("kernel")
 def test_sizes_are_tried_up_to_the_longest_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(unpadded, "LONGEST_ROW", 200)
     monkeypatch.setattr(trial_policy, "WORTH_TRYING", 2)

@@ -11,9 +11,25 @@ from workers.training.micro_batches.batches import BudgetCosts, cut_window, fixe
 from workers.training.micro_batches.budget import WINDOWS_BEFORE_GROWTH, Budget
 
 
-def budget(rule: MicroBatchRule) -> Budget:
-    spec = make_spec()
-    return Budget(cpu_plan(spec, rule=rule).ranks[0], LearnedBudget(), spec.effective_batch_size)
+def budget(rule: MicroBatchRule, longest_row: int | None = None) -> Budget:
+    spec, learned = make_spec(), LearnedBudget()
+    rank = cpu_plan(spec, rule=rule).ranks[0]
+    is_packed = longest_row is not None
+    return Budget(rank, learned, spec.effective_batch_size, packed=is_packed, longest_row=longest_row)
+
+
+def test_without_padding_the_plan_may_allow_more_tokens() -> None:
+    rule = TokenBudget(tokens=512, unpadded_tokens=768)
+    assert budget(rule).rule() == TokenBudget(tokens=512)
+    assert budget(rule, longest_row=600).rule() == TokenBudget(tokens=600)
+    own = budget(rule, longest_row=2048)
+    assert own.rule() == TokenBudget(tokens=768)
+    own.lower_after_failure(768)
+    for _ in range(10 * WINDOWS_BEFORE_GROWTH):
+        own.record_fit(own.tokens(0))
+    assert 512 < own.tokens(0) < 768
+    own.use_tuned(768)
+    assert own.learned.tokens is None
 
 
 @given(limit=st.integers(1, 4000))

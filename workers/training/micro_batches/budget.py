@@ -72,7 +72,7 @@ class Budget:
             return TokenBudget(tokens=self._within_row(self.learned.tokens))
         planned = self._rank.micro_batch_rule
         if isinstance(planned, TokenBudget):
-            return TokenBudget(tokens=self._within_row(planned.tokens))
+            return TokenBudget(tokens=self.planned_tokens)
         if isinstance(planned, FixedCount) and batch is not None and batch > self._samples:
             return FixedCount(micro_batches=round(planned.micro_batches * (batch / self._samples)))
         return planned
@@ -204,7 +204,8 @@ class Budget:
         learned.largest_done = max(learned.largest_done, largest)
         learned.windows_since_failure += 1
         middle = (learned.tokens + learned.failed_tokens) // 2
-        larger = self._within_row(min(middle, planned.tokens) if isinstance(planned, TokenBudget) else middle)
+        larger = min(middle, self.planned_tokens) if isinstance(planned, TokenBudget) else middle
+        larger = self._within_row(larger)
         if learned.windows_since_failure < WINDOWS_BEFORE_GROWTH or larger < _MIN_GROWTH * learned.tokens:
             return None
         learned.tokens, learned.windows_since_failure = larger, 0
@@ -221,14 +222,15 @@ class Budget:
 
     @property
     def planned_tokens(self) -> int:
-        """The plan's token budget, limited to the longest row.
+        """The plan's token budget for how samples are laid out, limited to the longest row.
 
         Raises:
             AssertionError: the plan gives none, but a number or a size of micro-batches.
         """
         rule = self._rank.micro_batch_rule
         assert isinstance(rule, TokenBudget), "a split that was requested is not tuned"
-        return self._within_row(rule.tokens)
+        is_unpadded = self._longest_row is not None
+        return self._within_row((rule.unpadded_tokens if is_unpadded else None) or rule.tokens)
 
     def use_tuned(self, tokens: int) -> None:
         """Sets the budget that the tuner has chosen for the next window."""

@@ -13,6 +13,7 @@ from workers.training.data.batch_loader import Indices
 from workers.training.distributed.group import Group
 from workers.training.micro_batches import fixed_cost
 from workers.training.micro_batches.batches import tokens_of
+from workers.training.micro_batches.budget import Budget
 from workers.training.micro_batches.trial_policy import Bounds, Measured, Tuner
 from workers.training.reporting import torch_profile
 from workers.training.training_run import TrainingRun
@@ -27,21 +28,19 @@ def make_tuner(
     state: RunState,
     group: Group,
     until: int,
-    longest_row: int | None,
+    planned_budget: Budget,
 ) -> Tuner:
     """What tries other sizes of micro-batch, on a single device whose plan leaves the size open.
 
     Args:
         until: the last step that an earlier attempt has reported.
-        longest_row: see `Budget`.
+        planned_budget: the plan's budget for how samples are laid out.
     """
     plan, learned = assignment.plan, state.tuning
     budget = state.budgets[0]  # a job that was tuned had one rank
     rule = plan.ranks[group.rank].micro_batch_rule
     tunes = assignment.spec.tune == "while_training" and group.size == 1
-    planned = rule.tokens if tunes and isinstance(rule, TokenBudget) else None
-    if planned is not None and longest_row is not None:
-        planned = min(planned, longest_row)
+    planned = planned_budget.planned_tokens if tunes and isinstance(rule, TokenBudget) else None
     most = plan.most_tokens or planned or 0
     is_of_another_plan = learned.planned not in (None, planned)
     if is_of_another_plan or max(learned.tokens or 0, learned.trial or 0) > most:
