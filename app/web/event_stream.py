@@ -192,10 +192,15 @@ class EventStream:
 
     def _count_new(self, session: Session, ready: Sequence[_Follower]) -> tuple[dict[int, int], list[int]]:
         """The number of new events of each follower that has any, counted up to `_AT_ONCE_EACH`; and the
-        followers that will get no others: their job was deleted, or has ended."""
+        followers that will get no others: their job was deleted, or has ended. Followers that have read a job
+        up to the same event are counted together."""
+        alike: dict[tuple[str, str], list[int]] = {}
+        for number, each in enumerate(ready):
+            alike.setdefault((each.job_id, each.last), []).append(number)
+        groups = list(alike.values())
         followed = (
             values(column("number", Integer), column("job_id", String), column("last", String))
-            .data([(number, each.job_id, each.last) for number, each in enumerate(ready)])
+            .data([(number, *read) for number, read in enumerate(alike)])
             .cte("followed")
         )
         newer = (
@@ -210,8 +215,8 @@ class EventStream:
         # event must be counted then.
         over = list(session.scalars(without.where(or_(Job.id.is_(None), Job.status.in_(ENDED)))))
         rows = session.execute(select(followed.c.number, count)).all()
-        found = {number: own for number, own in rows if own}
-        return found, [number for number in over if number not in found]
+        found = {number: own for group, own in rows if own for number in groups[group]}
+        return found, [number for group in over for number in groups[group] if number not in found]
 
 
 def in_turns(counts: Mapping[int, int], keys: Mapping[int, str | None], most: int) -> list[int]:
