@@ -82,15 +82,15 @@ class ReplicaResponse(ResponseModel):
     final_loss: float | None
     eval_loss: float | None
     trained_tokens: int
-    model: str
-    """Where its model can be downloaded."""
+    model: str | None
+    """Where its model can be downloaded; None if it was deleted."""
 
 
 class ResultResponse(ResponseModel):
     model_path: str | None = Field(
         description="Relative to the service's data folder; null: deleted, or the job only measured"
     )
-    files: list[str]
+    files: list[str] = Field(description="The model's files; empty if it was deleted")
     first_loss: float | None
     final_loss: float | None
     eval_loss: float | None = None

@@ -139,7 +139,7 @@ def _result(job: Job) -> ResultResponse | None:
     result = job.result
     return ResultResponse(
         model_path=f"runs/{job.id}/model" if has_model(job) else None,
-        files=result["files"],
+        files=result["files"] if has_model(job) else [],
         first_loss=result["first_loss"],
         eval_loss=result.get("eval_loss"),
         eval_token_accuracy=result.get("eval_token_accuracy"),
@@ -165,7 +165,10 @@ def _replicas(job: Job, found: list[dict[str, Any]] | None) -> list[ReplicaRespo
     if not found:
         return None
     own = f"{PREFIX}/training/{job.id}/model?replica="
-    return [ReplicaResponse(**{**each, "model": f"{own}{each['replica']}"}) for each in found]
+    return [
+        ReplicaResponse(**{**each, "model": f"{own}{each['replica']}" if has_model(job) else None})
+        for each in found
+    ]
 
 
 def _links(job: Job, spec: Spec) -> Links:

@@ -29,7 +29,7 @@ def training_file(client: openai.OpenAI, tmp_path: Path) -> str:
     return file.id
 
 
-def test_from_file_to_model(client: openai.OpenAI, training_file: str) -> None:
+def test_from_file_to_model(client: openai.OpenAI, shared: Accrue, training_file: str) -> None:
     created = client.fine_tuning.jobs.create(
         model=MODEL,
         training_file=training_file,
@@ -65,7 +65,10 @@ def test_from_file_to_model(client: openai.OpenAI, training_file: str) -> None:
     with pytest.raises(openai.NotFoundError, match="no checkpoint of step 99"):
         client.models.retrieve(f"{job.fine_tuned_model}:ckpt-step-99")
     assert {MODEL, job.fine_tuned_model} <= {model.id for model in client.models.list()}
+    assert shared.job(job.id)["result"]["files"]
     assert client.models.delete(job.fine_tuned_model).deleted
+    result = shared.job(job.id)["result"]
+    assert (result["files"], result["model_path"]) == ([], None)
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve(job.fine_tuned_model)
 
