@@ -16,6 +16,7 @@ from app.contract.plan import FixedSize
 from tests.harness.runs import create_run, events_of, small_data, start_trainer
 from tests.harness.specs import make_spec
 from workers.run_directory import RunDirectory
+from workers.training.data.rendering import Conversation, NotRendered, Renderer
 from workers.training.exceptions import CannotTrain
 from workers.training.models.base_model import load_tokenizer, stage_base_model
 from workers.training.models.model_files import stage
@@ -241,6 +242,23 @@ def test_a_template_cannot_put_the_data_into_an_error(model: Path, tmp_path: Pat
     assert "rejects this conversation" in failure_of(run)
     told = json.dumps(events_of(run)) + run.trainer_log.read_text() + (run.path / "failure.json").read_text()
     assert "canary" not in told
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{{ raise_exception('Roles must alternate') }}", '"Roles must alternate"'),
+        ("{{ raise_exception(messages[0].content) }}", "TemplateError"),
+        ("{{ raise_exception('No ' + messages[0].content) }}", "TemplateError"),
+        ("{{ messages[0].missing.field }}", "UndefinedError"),
+    ],
+)  # fmt: skip
+def test_a_template_s_own_reason_is_shown_but_nothing_of_the_data(template: str, reason: str) -> None:
+    chat = Conversation([{"role": "user", "content": "canary"}], [(1, False)], None)
+    with Renderer(template, {}) as renderer, pytest.raises(NotRendered) as error:
+        renderer.render([chat])
+    assert f"rejects this conversation ({reason})" in str(error.value)
+    assert "canary" not in str(error.value)
 
 
 def chat_run(model: Path, tmp_path: Path, template: str) -> RunDirectory:

@@ -172,6 +172,10 @@ class Renderer:
         return self._process
 
 
+_LONGEST_REASON = 200
+"""The most characters of a template's message that are shown."""
+
+
 def main() -> None:
     """Runs the child, until its standard input ends."""
     from transformers.utils.chat_template_utils import render_jinja_template
@@ -190,8 +194,16 @@ def _answer(render: Any, first: dict[str, Any], requested: dict[str, Any]) -> di
     _limit_time()
     try:
         return {"texts": _texts(render, first, requested)}
-    except Exception as error:  # a template may raise anything; its message may be training text
-        return {"error": type(error).__name__}
+    except Exception as error:  # a template may raise anything
+        return {"error": _reason(error, first["template"])}
+
+
+def _reason(error: Exception, template: str) -> str:
+    """Why a template rejects a conversation: its message if that is a string of the template itself, since
+    any other may be training text; else the kind of the error."""
+    message = str(error)
+    is_literal = len(message) <= _LONGEST_REASON and any(f"{q}{message}{q}" in template for q in "'\"")
+    return f'"{message}"' if message.isprintable() and message and is_literal else type(error).__name__
 
 
 def _texts(render: Any, first: dict[str, Any], requested: dict[str, Any]) -> list[str]:
