@@ -223,6 +223,8 @@ def unused_keys(example: Example) -> set[str]:
 
 
 MAX_CLASSES = 1000
+MAX_CHARACTERS_OF_CLASSES = 2**15
+"""The most characters of all class names of a file together, as JSON: each job on the file keeps them."""
 
 
 class Classes:
@@ -230,15 +232,23 @@ class Classes:
 
     def __init__(self) -> None:
         self._names: set[str] = set()
+        self._characters = 0
+
+    @property
+    def _are_too_many(self) -> bool:
+        return len(self._names) > MAX_CLASSES or self._characters > MAX_CHARACTERS_OF_CLASSES
 
     def note(self, example: Example) -> None:
-        if isinstance(example, ClassifiedText) and len(self._names) <= MAX_CLASSES:
+        if not isinstance(example, ClassifiedText) or self._are_too_many:
+            return
+        if example.class_name not in self._names:
             self._names.add(example.class_name)
+            self._characters += len(json.dumps(example.class_name))
 
     def found(self) -> tuple[str, ...] | None:
         """The classes in order: by value if all are whole numbers, else by name. None if there are none, or
-        more than `MAX_CLASSES`."""
-        if not 0 < len(self._names) <= MAX_CLASSES:
+        more than `MAX_CLASSES`, or names longer than `MAX_CHARACTERS_OF_CLASSES` together."""
+        if not self._names or self._are_too_many:
             return None
         numbered = all(re.fullmatch(r"-?[0-9]+", name) for name in self._names)
         return tuple(sorted(self._names, key=(lambda name: (int(name), name)) if numbered else None))

@@ -2,6 +2,7 @@
 
 import re
 from email.utils import formatdate
+from functools import partial
 from typing import Annotated, Any, BinaryIO, Literal, get_args
 
 from anyio import to_thread
@@ -36,6 +37,7 @@ from app.web.dependencies import (
     CurrentSettings,
     Fetching,
     FileOf,
+    Listing,
     SendFile,
     SendStream,
     Slowly,
@@ -183,6 +185,7 @@ _MANY = 100
 @router.get("", summary="List files", response_model=Page[FileObject])
 async def list_files(
     slowly: Slowly,
+    listing: Listing,
     database: CurrentDatabase,
     limit: FileLimit = 20,
     after: After = None,
@@ -202,7 +205,7 @@ async def list_files(
     def listed() -> Response:
         return _as_json(_page(database, query, min(limit, _MOST_AT_ONCE), after, oldest_first))
 
-    return await (slowly(listed) if limit > _MANY else to_thread.run_sync(listed))
+    return await (slowly(listed) if limit > _MANY else listing(listed))
 
 
 def _page(
@@ -269,12 +272,14 @@ def _content(
 
 
 @router.delete("/{file_id}", summary="Delete a file")
-def delete(database: CurrentDatabase, settings: CurrentSettings, file_id: FileId) -> FileDeleted:
+async def delete(
+    slowly: Slowly, database: CurrentDatabase, settings: CurrentSettings, file_id: FileId
+) -> FileDeleted:
     if (job_id := job_of_result_file(file_id)) is not None:
         raise Conflict(
             f"The file {file_id} is part of job {job_id} and is deleted with it: delete the job instead."
         )
-    delete_file(database, settings, file_id)
+    await slowly(partial(delete_file, database, settings, file_id))
     return FileDeleted(id=file_id)
 
 

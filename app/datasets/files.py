@@ -223,8 +223,7 @@ def is_unneeded(session: Session, file_id: str) -> bool:
 
 def _needing(file_id: str) -> Select[str]:
     """A job that trains or evaluates on a file."""
-    evaluated = Job.spec["data"]["validation"]["file_id"].as_string() == file_id
-    return select(Job.id).where(or_(Job.file_id == file_id, evaluated)).limit(1)
+    return select(Job.id).where(or_(Job.file_id == file_id, Job.validation_file_id == file_id)).limit(1)
 
 
 def hold(session: Session, file_id: str, field: str) -> None:

@@ -67,6 +67,7 @@ def submit(session: Session, submission: Submission) -> Job:
         The job as a detached object: changes to it are not stored.
     """
     now = _now(session)
+    validation = submission.spec.data.validation
     values: dict[str, Any] = dict.fromkeys(_COLUMNS.keys()) | {
         "id": new_id("ftjob"),
         "owner": session.viewer.creator,
@@ -80,6 +81,7 @@ def submit(session: Session, submission: Submission) -> Job:
         "client_metadata": submission.metadata,
         "config_id": submission.config_id,
         "file_id": submission.spec.data.file_id,
+        "validation_file_id": validation.file_id if validation is not None else None,
         "suffix": submission.suffix,
         "webhook_url": submission.webhook_url,
         "config": submission.config,
@@ -273,7 +275,7 @@ def remove(session: Session, job_id: str) -> tuple[str, list[str]]:
     parent_jobs.check_unneeded(session, job_id)
     with optional_part(session, "the counters of a job"):
         counters.add_to_stored(session, job_id)
-    used = {job.file_id, (job.spec["data"].get("validation") or {}).get("file_id")} - {None}
+    used = {job.file_id, job.validation_file_id} - {None}
     session.delete(job)
     session.flush()
     if not remove_steps(session, job_id):

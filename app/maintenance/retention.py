@@ -92,8 +92,7 @@ def delete_expired(database: Database, settings: Settings, days: float) -> int:
     )
     old_jobs = select(Job.id).where(expired)
     used = select(Job.file_id)
-    evaluated = Job.spec["data"]["validation"]["file_id"].as_string()
-    validation = select(evaluated).where(evaluated.is_not(None))
+    validation = select(Job.validation_file_id).where(Job.validation_file_id.is_not(None))
     old_files = select(File.id).where(
         File.created_at < database_now() - days * _DAY, File.id.not_in(used), File.id.not_in(validation)
     )

@@ -23,6 +23,7 @@ from app.devices import live_workers
 from app.errors import NotFound
 from app.memory_profiles import measurements
 from app.memory_profiles.measurements import MeasuredJob
+from app.planning.architectures import relevant_fields
 from app.planning.devices import Device
 from app.planning.estimate import ByFormula, ByMeasurement, ByProfile, BySharding, Estimate, EstimateOf
 from app.planning.planner import PlannerEvidence
@@ -190,7 +191,7 @@ def request(session: Session, wanted: ProfileKey) -> None:
         requested_by=session.viewer.creator,
         model_name=wanted.model_name,
         architecture=wanted.architecture.fingerprint,
-        config=wanted.config,
+        config=relevant_fields(wanted.config),  # which others' requests with this key share
         recipe=wanted.recipe.model_dump(mode="json"),
         sequence=wanted.sequence,
     )

@@ -127,10 +127,26 @@ _IGNORED_FIELDS = (
 )  # fmt: skip
 
 
+FAMILIES_BUILT_AS_SAVED = frozenset(
+    ("dots3_note", "emu3", "llama4", "mllama", "qwen3_5", "qwen3_5_moe", "qwen4_exp")
+)
+"""Families of which `architectures` decides whether a model has towers for images."""
+
+
+def relevant_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json without the fields that affect neither shapes nor memory. Whatever is stored under a
+    fingerprint must depend on these fields only: configs of several keys may share one."""
+    found = {name: value for name, value in config.items() if name not in _IGNORED_FIELDS}
+    saved_as = config.get("architectures")
+    if config.get("model_type") in FAMILIES_BUILT_AS_SAVED and isinstance(saved_as, list):
+        found["architectures"] = saved_as[:1]
+    return found
+
+
 def fingerprint_of(config: Mapping[str, Any]) -> str:
-    """A short digest of a config.json without the fields that affect neither shapes nor memory."""
-    relevant = {name: value for name, value in config.items() if name not in _IGNORED_FIELDS}
-    return hashlib.sha256(json.dumps(relevant, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    """A short digest of a config.json's relevant fields."""
+    relevant = json.dumps(relevant_fields(config), sort_keys=True, default=str)
+    return hashlib.sha256(relevant.encode()).hexdigest()[:16]
 
 
 def _gpt2(config: Mapping[str, Any]) -> Architecture:

@@ -79,6 +79,7 @@ class Job(Owned, Base):
         Index(None, "status", "place", "id", "owner"),
         Index(None, "config_id"),
         Index(None, "file_id"),
+        Index(None, "validation_file_id"),
         Index(None, "owner", "id"),
         Index(None, "owner", "model_name", "user_id", "created_at"),
     )
@@ -102,6 +103,8 @@ class Job(Owned, Base):
     """The `metadata` of the submission."""
     config_id: Mapped[str | None] = mapped_column(ForeignKey("configurations.id", ondelete="SET NULL"))
     file_id: Mapped[str] = mapped_column(ForeignKey("files.id"))
+    validation_file_id: Mapped[str | None]
+    """The file that the job is evaluated on; null if there is none, or it is a part of the training file."""
     suffix: Mapped[str | None]
     """A part of the trained model's name, as OpenAI's clients know it."""
     webhook_url: Mapped[str | None]

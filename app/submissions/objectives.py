@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from app.contract.arguments import reject_unknown_arguments
-from app.contract.data_formats import MAX_CLASSES, DataFormat
+from app.contract.data_formats import MAX_CHARACTERS_OF_CLASSES, MAX_CLASSES, DataFormat
 from app.contract.objective import (
     DEFAULT_OBJECTIVES,
     FORMATS,
@@ -148,12 +148,18 @@ def data_for(
         is_own_file = data.validation is not None and data.validation.file_id is not None
         if is_own_file and of_validation is None:
             raise Unprocessable(
-                f"The validation file has more than {MAX_CLASSES:,} different labels, so that some of them "
-                "are not those of the training samples.",
+                f"The validation file has {_TOO_MANY}, so that some of them are not those of the training "
+                "samples.",
                 field="dataset_config.validation_file_id",
             )
         return data.model_copy(update={"classes": _classes(classes, of_validation)})
     return data.model_copy(update={"with_mismatches": objective.name == "kto"})
+
+
+_TOO_MANY = (
+    f"more than {MAX_CLASSES:,} different labels, or labels of more than {MAX_CHARACTERS_OF_CLASSES:,} "
+    "characters together"
+)
 
 
 def _classes(classes: Sequence[str] | None, of_validation: Sequence[str] | None) -> tuple[str, ...]:
@@ -164,8 +170,8 @@ def _classes(classes: Sequence[str] | None, of_validation: Sequence[str] | None)
     """
     if classes is None:
         raise Unprocessable(
-            f"The file has more than {MAX_CLASSES:,} different labels, too many to classify: if they are "
-            "not classes, set objective to sft, which ignores them.",
+            f"The file has {_TOO_MANY}, too many to classify: if they are not classes, set objective to sft, "
+            "which ignores them.",
             field="dataset_config.file_id",
         )
     if len(classes) < 2:
