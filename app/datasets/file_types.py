@@ -233,7 +233,10 @@ def _cells(text: io.TextIOWrapper, is_tsv: bool) -> Iterator[Row]:
         text.seek(0)
         rows = csv.reader(text, delimiter=delimiter, strict=True)
         header = next(rows, [])
-        if len(set(header)) < len(header):
+        unnamed = [place for place, name in enumerate(header) if not name.strip()]
+        unnamed = unnamed if len(unnamed) > 1 else []  # spreadsheets save cleared columns without a name
+        names = [name for place, name in enumerate(header) if place not in unnamed]
+        if len(set(names)) < len(names):
             raise BadFile("Two columns have the same name: the first row must have a name for each column.")
         number = 1
         for number, cells in enumerate(rows, start=2):  # the header is row 1, as in a spreadsheet
@@ -245,7 +248,11 @@ def _cells(text: io.TextIOWrapper, is_tsv: bool) -> Iterator[Row]:
                     f"{len(header)} columns: write cells that contain the delimiter or line breaks in double "
                     "quotes."
                 )
-            yield number, dict(zip(header, cells, strict=True))
+            for place in unnamed:
+                if cells[place].strip():
+                    raise BadFile(f"Row {number} has content in column {place + 1}, which has no name.")
+            cells = [cell for place, cell in enumerate(cells) if place not in unnamed]
+            yield number, dict(zip(names, cells, strict=True))
     except UnicodeError as error:
         where = f"in row {number + 1} or soon after"  # text is decoded block by block
         raise BadFile(f"Not UTF-8 text {where} ({error.reason}): save it as UTF-8.") from None  # type: ignore[attr-defined]

@@ -224,6 +224,7 @@ def test_a_long_document_is_divided_at_the_ends_of_lines(client: TestClient, set
         ("a.csv", b"prompt,completion\na,b,c\n", "Row 2 has 3 cells, but there are 2 columns"),
         ("a.csv", b'prompt,completion\n"a,b\n', "Not valid CSV after row 1"),
         ("a.csv", b"prompt,prompt\na,b\n", "Two columns have the same name"),
+        ("a.csv", b"prompt,completion,,\na,b,,c\n", "Row 2 has content in column 4, which has no name"),
         ("a.csv", b"text\n\xff\n", "Not UTF-8 text in row 1 or soon after"),
         ("a.csv", b"text\n", "no sample"),
         ("a.csv", b"text,weight\n,\n \n", "no sample"),
@@ -345,6 +346,15 @@ def test_a_chat_s_tools_are_kept_when_its_column_is_assigned(client: TestClient)
     file = upload(client, "a.json", array([row]), columns='{"instruction": "q", "output": "output"}')
     stored = json.loads(client.get(f"/v1/files/{file['id']}/content").text)
     assert stored == {"instruction": "a", "input": "b", "output": "c"}
+
+
+def test_cleared_columns_of_a_spreadsheet_are_left_out(client: TestClient) -> None:
+    file = upload(client, "a.csv", b"prompt,completion,,\na,b,, \n,,,\nc,d,,\n")
+    lines = client.get(f"/v1/files/{file['id']}/content").text.splitlines()
+    assert [json.loads(each) for each in lines] == [
+        {"prompt": "a", "completion": "b"},
+        {"prompt": "c", "completion": "d"},
+    ]
 
 
 def test_a_map_is_an_object_and_equal_names_of_columns_are_refused(client: TestClient) -> None:

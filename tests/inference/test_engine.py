@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tokenizers import AddedToken
 from torch import Tensor
 from transformers import GenerationConfig
@@ -48,8 +49,9 @@ def quickly(families: Sequence[str], *quick: str) -> list[Any]:
     return [pytest.param(family, marks=mark) for family, mark in marks.items()]
 
 
-def make(family: str) -> Any:
+def make(family: str, **changes: Any) -> Any:
     config = small_config(family)
+    config.update(changes)
     if family == "qwen3_next":
         config.layer_types = ["linear_attention", "full_attention"]
     model = make_any(config).eval().requires_grad_(False)
@@ -309,9 +311,11 @@ def test_a_cancelled_request_leaves_the_others_alone() -> None:
     assert texts["1"] == "".join(NAMES[token] for token in generated(model, prompts[1], 20))
 
 
-def adapter(model: Any, folder: Path, rank: int, seed: int) -> tuple[ModelLayer, Path]:
+def adapter(
+    model: Any, folder: Path, rank: int, seed: int, targets: tuple[str, ...] | None = None
+) -> tuple[ModelLayer, Path]:
     """Saved adapters with random values, as a job leaves them."""
-    lora = LoraSpec(r=rank, alpha=2 * rank, dropout=0.0, target_modules=None, merge=False)
+    lora = LoraSpec(r=rank, alpha=2 * rank, dropout=0.0, target_modules=targets, merge=False)
     adapted = with_adapters(model, lora, seed=seed)
     with torch.no_grad():
         source = torch.Generator().manual_seed(seed)
@@ -355,6 +359,25 @@ def test_adapters_share_the_model(family: str, tmp_path: Path) -> None:
             orders.append(AnswerOrder(id=str(len(orders)), order=order, adapter_path=path))
     found = answers(loaded_with(make(family), Numbers()), orders)
     assert [text_of(found[str(number)]) for number in range(len(orders))] == expected
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of peft, about such heads
+def test_adapters_on_a_head_that_is_tied_to_the_embeddings_answer(tmp_path: Path) -> None:
+    def tied() -> Any:
+        return make("llama", tie_word_embeddings=True)
+
+    layer, path = adapter(tied(), tmp_path / "own", 4, seed=1, targets=("lm_head", "q_proj"))
+    with_head = load_file(path / "adapter_model.safetensors")  # as earlier versions and peft save it
+    assert any(".base_layer." in name and ".lora_" not in name for name in with_head)
+    prompt = prompts_of(1)[0]
+    reference = MODEL.model_copy(update={"name": layer.name, "base": MODEL.name, "layers": (layer,)})
+    order = ordered(prompt, 12).model_copy(update={"model": reference})
+    found = answers(
+        loaded_with(tied(), Numbers()), [AnswerOrder(id="a", order=order, adapter_path=str(path))]
+    )
+    expected = "".join(NAMES[token] for token in generated(tuned(tied(), layer, path), prompt, 12))
+    assert text_of(found["a"]) == expected
+    assert expected != "".join(NAMES[token] for token in generated(tied(), prompt, 12))
 
 
 def tuned(model: Any, layer: ModelLayer, path: Path) -> Any:

@@ -142,20 +142,22 @@ def test_a_pair_is_never_split(tmp_path: Path) -> None:
 def test_a_mismatch_has_an_answer_to_another_prompt(tmp_path: Path) -> None:
     """Also where a file lists several answers to a prompt; and without another prompt, none of it counts."""
 
-    def prepared(folder: str, prompts: list[str]) -> Samples:
+    def prepared(folder: str, prompts: list[str], without: int = 0) -> Samples:
         source = tmp_path / f"{folder}.jsonl"
         rows = [{"prompt": each, "completion": f" {n}", "label": True} for n, each in enumerate(prompts)]
         source.write_text("".join(json.dumps(row) + "\n" for row in rows))
         digest = hashlib.sha256(source.read_bytes()).hexdigest()
         data = preference_data("kto", len(rows), sha256=digest)
-        prepare(data, source, make_tokenizer(), tmp_path / folder)
+        statistics = prepare(data, source, make_tokenizer(), tmp_path / folder)
+        assert statistics.without_mismatch == without
+        assert bool(statistics.notes(64)) is (without > 0)
         return Samples(tmp_path / folder)
 
     tokenizer = make_tokenizer()
     samples = prepared("two", ["a", "a", "b", "b", "c"])
     texts = [tokenizer.decode(samples.read(number, 1)[0], skip_special_tokens=True) for number in range(5)]
     assert texts == ["a 4", "a 4", "b 1", "b 1", "c 3"]
-    alike = prepared("alike", ["a", "a", "a"])
+    alike = prepared("alike", ["a", "a", "a"], without=3)
     assert (alike.sequence_targets[:, 1] == 0).all()
     alike.begin_objective(objective_spec("kto"))
     loss, _, _ = gradients_of(make_model("gpt2"), alike, [[0, 1], [2]])

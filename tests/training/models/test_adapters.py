@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from app.contract.model_reference import LoraSpec
@@ -16,6 +17,7 @@ from tests.harness.any_family import lay_any, make_any, small_config
 from tests.harness.runs import small_data
 from tests.harness.specs import make_spec
 from tests.harness.training import events_of_kind, run_to_end
+from workers.training.exceptions import CannotTrain
 from workers.training.models.adapters import default_targets, with_adapters
 
 LORA = LoraSpec(r=4, alpha=8, dropout=0.0, target_modules=None, merge=False)
@@ -77,6 +79,39 @@ def test_the_estimate_of_the_adapters_is_their_number(family: str) -> None:
     model = with_adapters(make_any(config), LORA, 0)
     trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
     assert lora_parameters(architecture, LORA) == trained
+
+
+def test_a_target_that_names_no_module_is_refused() -> None:
+    with pytest.raises(CannotTrain, match=r"no module is named 'v_projj'.*down_proj.*v_proj"):
+        adapted("llama", LORA.model_copy(update={"target_modules": ("q_proj", "v_projj")}))
+    assert adapted("llama", LORA.model_copy(update={"target_modules": ("self_attn.q_proj",)}))
+
+
+def test_an_adapted_head_is_saved_without_its_weights(tmp_path: Path) -> None:
+    lora = LORA.model_copy(update={"target_modules": ("lm_head", "q_proj")})
+    spec = make_spec(data=small_data(), max_steps=2, method=MethodSpec(name="lora", lora=lora))
+    run = lay_any(tmp_path / "run", "llama", spec)
+    run_to_end(run)
+    names = set(load_file(run.model / "adapter_model.safetensors"))
+    assert any("lm_head.lora_A" in name for name in names)
+    assert all(".lora_" in name for name in names)
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_a_pattern_of_the_model_s_own_names_freezes_its_adapters(tmp_path: Path, method: str) -> None:
+    own = MethodSpec(name="lora", lora=LORA) if method == "lora" else MethodSpec(name="full", lora=None)
+    spec = make_spec(data=small_data(), max_steps=2, method=own, freeze=("model.layers.0.*",))
+    run = lay_any(tmp_path / "run", "llama", spec)
+    run_to_end(run)
+    if method == "lora":
+        trained = load_file(run.model / "adapter_model.safetensors")
+        moved = {name for name, weight in trained.items() if ".lora_B" in name and weight.abs().max() > 0}
+    else:
+        before = load_file(tmp_path / "model" / "model.safetensors")
+        trained = load_file(run.model / "model.safetensors")
+        moved = {name for name, weight in trained.items() if not torch.equal(weight, before[name])}
+    assert moved
+    assert not any("layers.0." in name for name in moved)
 
 
 @pytest.mark.thorough

@@ -57,6 +57,8 @@ class PreparationStatistics:
     without_weight: int = 0
     equal_answers: int = 0
     """Pairs whose answers are the same, perhaps because both were cut."""
+    without_mismatch: int = 0
+    """KTO's samples for which no other sample has another prompt."""
     without_tool_calls: int = 0
     """Chats whose tool calls the chat template leaves out."""
     unused_keys: list[str] = field(default_factory=list)
@@ -79,6 +81,11 @@ class PreparationStatistics:
             ),
             (self.without_targets, "without a token that counts toward the loss"),
             (self.equal_answers, "pairs whose chosen and rejected answers are the same within max_length"),
+            (
+                self.without_mismatch,
+                "without another sample near them that has another prompt: KTO estimates no divergence from "
+                "the model that the job starts from with these",
+            ),
             (
                 self.without_tool_calls,
                 "chats whose tool calls are lost, because the model's chat template does not render them",
@@ -338,6 +345,8 @@ def _write(
                     classes.append(place[example.class_name])
             if spec.with_mismatches:
                 rows, last = _with_mismatches(rows, last, spec.max_length), rows[-1]
+                both = zip(rows[::2], rows[1::2], strict=True)
+                prepared.without_mismatch += sum(any(own) and not any(other) for (_, own), (_, other) in both)
             writer.write_batch(_record(rows))
             lengths.extend(len(tokens) for tokens, _ in rows)
             targets.extend(int(any(counts) if place else sum(counts[1:])) for _, counts in rows)

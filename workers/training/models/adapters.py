@@ -102,6 +102,8 @@ def with_adapters(model: Any, lora: LoraSpec, seed: int, *, saved: Collection[st
 def _targets(model: torch.nn.Module, lora: LoraSpec, saved: Collection[str]) -> tuple[Targets, float]:
     """What is adapted, and with which dropout. The adapter of a weight is added to the weight: there is no
     input that dropout could apply to."""
+    if lora.target_modules and not saved:
+        _check_exist(model, lora.target_modules)
     targets = _within_the_text(model, lora.target_modules) if lora.target_modules else default_targets(model)
     dropout = lora.dropout
     if targets.weights and saved and not _adapts_any(model, targets.weights, saved):
@@ -143,7 +145,7 @@ def _freeze_what_is_not_loaded_again(adapted: Any) -> None:
     for name in lost:
         named[name].requires_grad_(False)
     if lost:
-        layers = sorted({_plain(name.partition(".lora_")[0]) for name in lost})
+        layers = sorted({plain_name(name.partition(".lora_")[0]) for name in lost})
         some = ", ".join(layers[:_SHOWN]) + (", …" if len(layers) > _SHOWN else "")
         warnings.warn(
             f"these layers get no adapters, because peft could not load them again: {some}", stacklevel=2
@@ -160,7 +162,7 @@ def _adapts_any(model: torch.nn.Module, weights: Collection[str], saved: Collect
         for name, _ in model.named_parameters()
         if any(name == suffix or name.endswith(f".{suffix}") for suffix in weights)
     }
-    return not owners.isdisjoint(_plain(name.partition(".lora_")[0]) for name in saved)
+    return not owners.isdisjoint(plain_name(name.partition(".lora_")[0]) for name in saved)
 
 
 def check_mergeable(adapted: torch.nn.Module) -> None:
@@ -179,12 +181,13 @@ def check_mergeable(adapted: torch.nn.Module) -> None:
         for weight in module.get_base_layer().parameters():
             others = [each for each in users[id(weight)] if not _is_within(adapted, each, module)]
             if others:
-                layer, other = (_plain(each) for each in (name, others[0].rpartition(".")[0]))
+                layer, other = (plain_name(each) for each in (name, others[0].rpartition(".")[0]))
                 raise CannotTrain(
                     "lora",
                     f"lora: {layer} shares its weights with {other}, which merged adapters would change "
-                    "too: set merge to false, so that only the adapters are saved, or leave "
-                    f"{layer} out of target_modules",
+                    f"too: for a new job, set merge to false, or leave {layer} out of target_modules; "
+                    "adapters that are trained already can be trained further by the method lora, and used "
+                    "with peft's PeftModel",
                 )
 
 
@@ -194,9 +197,32 @@ def _is_within(model: torch.nn.Module, parameter: str, module: torch.nn.Module) 
     return any(model.get_submodule(".".join(parts[:length])) is module for length in range(1, len(parts)))
 
 
-def _plain(name: str) -> str:
+def plain_name(name: str) -> str:
     """A module's name as in the base model."""
     return name.removeprefix("base_model.model.").replace(".base_layer", "")
+
+
+_LISTED = 12
+
+
+def _check_exist(model: torch.nn.Module, named: Collection[str]) -> None:
+    """Checks that each of the suffixes names a module.
+
+    Raises:
+        CannotTrain: one names none.
+    """
+    from transformers.pytorch_utils import Conv1D
+
+    modules = dict(model.named_modules())
+    for suffix in named:
+        if not any(f".{name}".endswith(f".{suffix}") for name in modules if name):
+            linear = (torch.nn.Linear, Conv1D)
+            layers = {name.rpartition(".")[2] for name, own in modules.items() if isinstance(own, linear)}
+            raise CannotTrain(
+                "lora",
+                f"lora: target_modules: no module is named {suffix!r}; linear layers are "
+                f"{', '.join(sorted(layers)[:_LISTED])}",
+            )
 
 
 def _within_the_text(model: torch.nn.Module, named: Collection[str]) -> Targets:

@@ -51,7 +51,9 @@ def _write(model: Any, tokenizer: Any, folder: Path, base: dict[str, str | None]
     Args:
         base: the fields of an adapter's config that name its base model.
     """
-    model.save_pretrained(folder)
+    # peft would add the whole weights of an adapted head or embedding, which are the base model's.
+    own = {"save_embedding_layers": False} if hasattr(model, "peft_config") else {}
+    model.save_pretrained(folder, **own)
     # Several chat templates would be saved in a folder, and a result consists of plain files.
     tokenizer.save_pretrained(folder, save_jinja_files=not isinstance(tokenizer.chat_template, dict))
     if (adapters := folder / "adapter_config.json").exists():  # where peft has put a path of this machine

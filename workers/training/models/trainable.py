@@ -9,7 +9,7 @@ import torch
 from app.contract.model_reference import LoraSpec
 from app.contract.spec import RunPrecision
 from workers.training.exceptions import CannotTrain
-from workers.training.models.adapters import with_adapters
+from workers.training.models.adapters import plain_name, with_adapters
 from workers.training.models.model_parts import language_model_of, towers_within
 from workers.training.models.precision import AUTOCAST, narrow_frozen_layers
 
@@ -77,10 +77,15 @@ def _freeze_towers(model: Any) -> None:
 def _freeze(model: torch.nn.Module, patterns: tuple[str, ...]) -> None:
     parameters = dict(model.named_parameters(remove_duplicate=False))  # a shared weight has several names
     for pattern in patterns:
-        names = [name for name in parameters if fnmatchcase(name, pattern)]
+        names = [
+            name
+            for name in parameters
+            if fnmatchcase(name, pattern) or fnmatchcase(plain_name(name), pattern)
+        ]
         if not names:
+            plain = list(dict.fromkeys(map(plain_name, parameters)))
             raise CannotTrain("freeze", f"freeze: no parameter matches {pattern!r}; the first are "
-                              f"{', '.join(list(parameters)[:5])}")  # fmt: skip
+                              f"{', '.join(plain[:5])}")  # fmt: skip
         for name in names:
             parameters[name].requires_grad_(False)
     if not any(parameter.requires_grad for parameter in parameters.values()):

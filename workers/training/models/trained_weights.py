@@ -134,8 +134,15 @@ def saved_adapter(layer: ModelLayer, path: Path) -> dict[str, Tensor]:
     """
     file = path / _CHECKPOINT
     if not file.exists():
-        return weights_of(path / _ADAPTERS, layer)
+        saved = weights_of(path / _ADAPTERS, layer)
+        return {name: weight for name, weight in saved.items() if not _is_of_base_model(name)}
     return {name.replace(".default.", "."): weight for name, weight in weights_of(file, layer).items()}
+
+
+def _is_of_base_model(name: str) -> bool:
+    """Whether a value in a file of adapters is a weight below them: earlier versions saved those of adapted
+    heads and embeddings."""
+    return ".base_layer." in name and ".lora_" not in name
 
 
 def weights_of(path: Path, layer: ModelLayer) -> dict[str, Tensor]:
