@@ -20,7 +20,8 @@ def upgrade() -> None:
         "sqlite": "json_extract(spec, '$.data.validation.file_id')",
         "postgresql": "spec #>> '{data,validation,file_id}'",
     }
-    op.execute(f"UPDATE jobs SET validation_file_id = {of_spec[op.get_bind().dialect.name]}")
+    found = of_spec[op.get_bind().dialect.name]
+    op.execute(f"UPDATE jobs SET validation_file_id = {found} WHERE {found} IS NOT NULL")
     op.create_index("ix_jobs_validation_file_id", "jobs", ["validation_file_id"])
 
 

@@ -223,8 +223,8 @@ def unused_keys(example: Example) -> set[str]:
 
 
 MAX_CLASSES = 1000
-MAX_CHARACTERS_OF_CLASSES = 2**15
-"""The most characters of all class names of a file together, as JSON: each job on the file keeps them."""
+MAX_BYTES_OF_CLASSES = 2**15
+"""The most bytes, as UTF-8, of all class names of a file together: each job on the file keeps them."""
 
 
 class Classes:
@@ -232,22 +232,22 @@ class Classes:
 
     def __init__(self) -> None:
         self._names: set[str] = set()
-        self._characters = 0
+        self._bytes = 0
 
     @property
     def _are_too_many(self) -> bool:
-        return len(self._names) > MAX_CLASSES or self._characters > MAX_CHARACTERS_OF_CLASSES
+        return len(self._names) > MAX_CLASSES or self._bytes > MAX_BYTES_OF_CLASSES
 
     def note(self, example: Example) -> None:
         if not isinstance(example, ClassifiedText) or self._are_too_many:
             return
         if example.class_name not in self._names:
             self._names.add(example.class_name)
-            self._characters += len(json.dumps(example.class_name))
+            self._bytes += len(example.class_name.encode("utf-8", "surrogatepass"))
 
     def found(self) -> tuple[str, ...] | None:
         """The classes in order: by value if all are whole numbers, else by name. None if there are none, or
-        more than `MAX_CLASSES`, or names longer than `MAX_CHARACTERS_OF_CLASSES` together."""
+        more than `MAX_CLASSES`, or names of more than `MAX_BYTES_OF_CLASSES` together."""
         if not self._names or self._are_too_many:
             return None
         numbered = all(re.fullmatch(r"-?[0-9]+", name) for name in self._names)

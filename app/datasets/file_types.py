@@ -234,8 +234,11 @@ def _cells(text: io.TextIOWrapper, is_tsv: bool) -> Iterator[Row]:
         rows = csv.reader(text, delimiter=delimiter, strict=True)
         header = next(rows, [])
         unnamed = [place for place, name in enumerate(header) if not name.strip()]
-        unnamed = unnamed if len(unnamed) > 1 else []  # spreadsheets save cleared columns without a name
-        names = [name for place, name in enumerate(header) if place not in unnamed]
+        if len(unnamed) == 1:  # a column like any other, as in tables that number their rows
+            unnamed = []
+        left_out = set(unnamed)  # columns that were cleared in a spreadsheet
+        kept = [place for place in range(len(header)) if place not in left_out]
+        names = [header[place] for place in kept]
         if len(set(names)) < len(names):
             raise BadFile("Two columns have the same name: the first row must have a name for each column.")
         number = 1
@@ -251,8 +254,7 @@ def _cells(text: io.TextIOWrapper, is_tsv: bool) -> Iterator[Row]:
             for place in unnamed:
                 if cells[place].strip():
                     raise BadFile(f"Row {number} has content in column {place + 1}, which has no name.")
-            cells = [cell for place, cell in enumerate(cells) if place not in unnamed]
-            yield number, dict(zip(names, cells, strict=True))
+            yield number, dict(zip(names, [cells[place] for place in kept], strict=True))
     except UnicodeError as error:
         where = f"in row {number + 1} or soon after"  # text is decoded block by block
         raise BadFile(f"Not UTF-8 text {where} ({error.reason}): save it as UTF-8.") from None  # type: ignore[attr-defined]

@@ -19,7 +19,7 @@ class FileObject(ResponseModel):
     format: DataFormat | None = Field(description="null if this is not a training file")
     examples: int | None
     classes: list[str] | None = Field(
-        None, description="The labels of labelled texts, in order; null if there are none, or more than 1,000"
+        None, description="The labels of labelled texts, in order; null if there are none, or too many"
     )
     sha256: str | None = Field(
         None, description="SHA-256 of the content; null if this is not a training file"

@@ -282,6 +282,9 @@ def capacity_of(
         return _useful_tokens(samples, question, device, throughput, hidden_size)
 
     tokens, allowed = useful(largest), _allowed_tokens(largest, question)
+    unpadded = None
+    if not question.recipe.packing:  # which is laid out without padding by itself
+        unpadded = unpadded_tokens(throughput, device.kind, allowed, hidden_size)
     return Capacity(
         device=device,
         limit_bytes=limit,
@@ -290,7 +293,7 @@ def capacity_of(
         useful=max(1, tokens // sequence),
         useful_alone=max(1, useful(alone) // sequence),
         useful_tokens=tokens,
-        unpadded_tokens=unpadded_tokens(throughput, device.kind, allowed, hidden_size),
+        unpadded_tokens=unpadded if unpadded is not None and unpadded > tokens else None,
     )
 
 

@@ -15,8 +15,8 @@ take more (`cpu_tokens`)."""
 
 UNPADDED_CPU_TOKENS = 768
 """The budget on a CPU if samples are not padded, for models that otherwise take `CPU_TOKENS`. Without
-padding, this many tokens need no more memory than `CPU_TOKENS` do with it, and are trained 1.02 to 1.1 times
-as fast as with `CPU_TOKENS` (CONTRIBUTING.md)."""
+padding, the trainer needs no more memory with this many tokens than transformers' own layers need with
+`CPU_TOKENS` and padding, and is 1.02 to 1.13 times as fast as with `CPU_TOKENS` (CONTRIBUTING.md)."""
 
 _TOO_WIDE = 1024
 """From this width on, a CPU is not faster with `UNPADDED_CPU_TOKENS`."""
@@ -87,8 +87,8 @@ def useful_tokens(
 def unpadded_tokens(
     measured: Throughput | None, device: Literal["cpu", "cuda"], most: int, hidden_size: int | None
 ) -> int | None:
-    """Tokens of a micro-batch without padding beyond which throughput does not grow; None if they are as many
-    as with padding, or if sizes were measured.
+    """Tokens of a micro-batch without padding beyond which throughput does not grow; None if they are no more
+    than with padding, or if sizes were measured.
 
     Args:
         most: what memory allows with padding.

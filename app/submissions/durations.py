@@ -100,7 +100,7 @@ def _micro_batches(spec: Spec, plan: Plan, length: float) -> float:
         return float(sum(rank.expected_micro_batches for rank in plan.ranks))
     if isinstance(rule, FixedSize):
         return ceil(batch / rule.samples)
-    return max(1.0, ceil(batch * length / rule.tokens))
+    return max(1.0, ceil(batch * length / (rule.unpadded_tokens or rule.tokens)))
 
 
 def _length_by_bytes(spec: Spec, data_bytes: int) -> float:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from app.contract.arguments import reject_unknown_arguments
-from app.contract.data_formats import MAX_CHARACTERS_OF_CLASSES, MAX_CLASSES, DataFormat
+from app.contract.data_formats import MAX_BYTES_OF_CLASSES, MAX_CLASSES, DataFormat
 from app.contract.objective import (
     DEFAULT_OBJECTIVES,
     FORMATS,
@@ -157,8 +157,8 @@ def data_for(
 
 
 _TOO_MANY = (
-    f"more than {MAX_CLASSES:,} different labels, or labels of more than {MAX_CHARACTERS_OF_CLASSES:,} "
-    "characters together"
+    f"more than {MAX_CLASSES:,} different labels, or labels of more than {MAX_BYTES_OF_CLASSES:,} "
+    "bytes together"
 )
 
 

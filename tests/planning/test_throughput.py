@@ -138,3 +138,13 @@ def test_a_cpu_s_plan_says_how_large_micro_batches_are_without_padding(
     assert isinstance(rule, TokenBudget)
     assert rule.unpadded_tokens == unpadded
     assert unpadded is None or rule.tokens < unpadded < (plan.most_tokens or 0)
+
+
+def test_a_plan_with_packing_has_one_budget() -> None:
+    architecture = from_config({**TINY_GPT2, "n_embd": 256})
+    spec = make_spec(effective_batch_size=4096)
+    packed = spec.model_copy(update={"data": spec.data.model_copy(update={"packing": True})})
+    known = PlannerEvidence(by_formula(architecture), architecture=architecture)
+    rule = make_plan(packed, [this_cpu()], known, predicted=True).ranks[0].micro_batch_rule
+    assert isinstance(rule, TokenBudget)
+    assert rule.unpadded_tokens is None

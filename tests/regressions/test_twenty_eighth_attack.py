@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
-from sqlalchemy import event
+from sqlalchemy import event, update
 from sqlalchemy.engine import Connection
 
-from app.contract.data_formats import MAX_CHARACTERS_OF_CLASSES, Classes, ClassifiedText
+from app.contract.data_formats import MAX_BYTES_OF_CLASSES, Classes, ClassifiedText
 from app.contract.memory_profile import Recipe
 from app.datasets import files
 from app.errors import Conflict
@@ -17,7 +17,8 @@ from app.memory_profiles import profiles
 from app.planning.architectures import FAMILIES_BUILT_AS_SAVED, from_config, relevant_fields
 from app.planning.catalogue import TINY_GPT2
 from app.storage.database import Database
-from app.storage.tables import Job, ProfileRequest
+from app.storage.session import Viewer
+from app.storage.tables import File, Job, ProfileRequest
 
 RECIPE = Recipe(device="cpu", precision="fp32")
 NATIVE = "/gradient-accumulation/training"
@@ -74,7 +75,7 @@ def test_whether_a_model_has_towers_for_images_belongs_to_its_key() -> None:
     ("name", "count", "is_classified"),
     [
         ("class-{}", 1000, True), ("class-{}", 1001, False),
-        ("{}" + 190 * "c", 200, False), ("{}" + 99 * "😀", 40, False),
+        ("{}" + 190 * "c", 200, False), ("{}" + 20 * "я", 400, True), ("{}" + 99 * "😀", 100, False),
     ],
 )  # fmt: skip
 def test_the_names_of_a_file_s_classes_are_limited_together(
@@ -85,7 +86,7 @@ def test_the_names_of_a_file_s_classes_are_limited_together(
         classes.note(ClassifiedText(text="x", label=name.format(number)))
     found = classes.found()
     assert (found is not None) is is_classified
-    assert found is None or len(json.dumps(found)) < 2 * MAX_CHARACTERS_OF_CLASSES
+    assert found is None or len("".join(found).encode()) <= MAX_BYTES_OF_CLASSES
 
 
 def test_a_file_s_jobs_are_found_without_reading_their_specs(client: TestClient, database: Database) -> None:
@@ -108,8 +109,15 @@ def test_a_file_s_jobs_are_found_without_reading_their_specs(client: TestClient,
     event.listen(database.engine, "before_cursor_execute", note)
     with database.writing() as session, pytest.raises(Conflict, match=job):
         files.remove(session, validation)
-    assert statements
-    assert not any("spec" in statement for statement in statements)
+    [of_jobs] = [statement for statement in statements if "FROM jobs" in statement]
+    assert "spec" not in of_jobs
+    with database.writing() as session:  # as if a key had made both
+        session.execute(update(File).values(owner="key-1"))
+    other = database.seen_by(Viewer("key-1", "key-1"))
+    with other.writing() as session, pytest.raises(Conflict, match="a job of another key"):
+        files.remove(session, validation)
+    [_, again] = [statement for statement in statements if "FROM jobs" in statement]
+    assert again == of_jobs  # without a condition on the owner, for which SQLite would leave the indexes
 
 
 @pytest.mark.parametrize(("method", "kind"), [("GET", "list_work"), ("DELETE", "slow_work")])

@@ -300,7 +300,9 @@ def _begin_objective(
 def _usual_tokens(rank: RankPlan, effective_batch: int, loader: Loader) -> int:
     """Tokens of a micro-batch as planned; the whole batch's, if these are fewer."""
     rule = rank.micro_batch_rule
-    planned = rule.tokens if isinstance(rule, TokenBudget) else rank.micro_batch_size * loader.longest
+    planned = rank.micro_batch_size * loader.longest
+    if isinstance(rule, TokenBudget):
+        planned = rule.unpadded_tokens or rule.tokens
     return max(1, min(planned, round(effective_batch * float(loader.samples.lengths.mean()))))
 
 
@@ -317,11 +319,10 @@ def _most_tokens(assignment: Assignment) -> int:
         full = samples * assignment.spec.data.tokens_per_sample
         if assignment.spec.ramp.name != "constant":
             full += full // 2
-        tokens = rule.tokens if isinstance(rule, TokenBudget) else full
+        tokens = max(rule.tokens, rule.unpadded_tokens or 0) if isinstance(rule, TokenBudget) else full
         if assignment.spec.tune is not None:  # sizes up to four times the planned one are tried
             tokens = max(tokens, min(plan.most_tokens or 0, round(tokens * first_steps_tuning.LADDER[0])))
-        unpadded = rule.unpadded_tokens if isinstance(rule, TokenBudget) else None
-        most = max(most, tokens, unpadded or 0)
+        most = max(most, tokens)
     return most
 
 

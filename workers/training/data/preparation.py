@@ -58,7 +58,7 @@ class PreparationStatistics:
     equal_answers: int = 0
     """Pairs whose answers are the same, perhaps because both were cut."""
     without_mismatch: int = 0
-    """KTO's samples for which no other sample has another prompt."""
+    """KTO's samples that could not be paired with an answer to another prompt."""
     without_tool_calls: int = 0
     """Chats whose tool calls the chat template leaves out."""
     unused_keys: list[str] = field(default_factory=list)
@@ -83,8 +83,8 @@ class PreparationStatistics:
             (self.equal_answers, "pairs whose chosen and rejected answers are the same within max_length"),
             (
                 self.without_mismatch,
-                "without another sample near them that has another prompt: KTO estimates no divergence from "
-                "the model that the job starts from with these",
+                "that could not be paired with an answer to another prompt, so that KTO's divergence is not "
+                "estimated on them",
             ),
             (
                 self.without_tool_calls,

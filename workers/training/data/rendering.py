@@ -105,7 +105,7 @@ class Renderer:
 
         Raises:
             NotRendered: the template takes too long, too much memory, or raises. The message contains nothing
-                of the conversation.
+                of the conversation that the template does not contain as a string.
         """
         made: list[list[str]] = []
         for first, last in _batches(conversations):

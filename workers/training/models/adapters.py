@@ -103,7 +103,7 @@ def _targets(model: torch.nn.Module, lora: LoraSpec, saved: Collection[str]) -> 
     """What is adapted, and with which dropout. The adapter of a weight is added to the weight: there is no
     input that dropout could apply to."""
     if lora.target_modules and not saved:
-        _check_exist(model, lora.target_modules)
+        _warn_of_unknown(model, lora.target_modules)
     targets = _within_the_text(model, lora.target_modules) if lora.target_modules else default_targets(model)
     dropout = lora.dropout
     if targets.weights and saved and not _adapts_any(model, targets.weights, saved):
@@ -198,19 +198,16 @@ def _is_within(model: torch.nn.Module, parameter: str, module: torch.nn.Module) 
 
 
 def plain_name(name: str) -> str:
-    """A module's name as in the base model."""
+    """The name of a module, or of a parameter, as in the base model."""
     return name.removeprefix("base_model.model.").replace(".base_layer", "")
 
 
 _LISTED = 12
 
 
-def _check_exist(model: torch.nn.Module, named: Collection[str]) -> None:
-    """Checks that each of the suffixes names a module.
-
-    Raises:
-        CannotTrain: one names none.
-    """
+def _warn_of_unknown(model: torch.nn.Module, named: Collection[str]) -> None:
+    """Warns of suffixes that name no module: a misspelt one would train fewer layers than requested. One list
+    for several families has such names, too."""
     from transformers.pytorch_utils import Conv1D
 
     modules = dict(model.named_modules())
@@ -218,10 +215,10 @@ def _check_exist(model: torch.nn.Module, named: Collection[str]) -> None:
         if not any(f".{name}".endswith(f".{suffix}") for name in modules if name):
             linear = (torch.nn.Linear, Conv1D)
             layers = {name.rpartition(".")[2] for name, own in modules.items() if isinstance(own, linear)}
-            raise CannotTrain(
-                "lora",
-                f"lora: target_modules: no module is named {suffix!r}; linear layers are "
-                f"{', '.join(sorted(layers)[:_LISTED])}",
+            warnings.warn(
+                f"lora: target_modules: no module is named {suffix!r}, so it has no effect; the linear "
+                f"layers are {', '.join(sorted(layers)[:_LISTED])}",
+                stacklevel=2,
             )
 
 

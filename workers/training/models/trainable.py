@@ -74,6 +74,18 @@ def _freeze_towers(model: Any) -> None:
             parameter.requires_grad_(False)
 
 
+def _adapters_of(weights: Collection[str], parameters: Collection[str]) -> list[str]:
+    """The adapters of the layers that have these weights, by name; a bias is no reason to freeze them."""
+    layers = {
+        plain_name(name.partition(".base_layer.")[0])
+        for name in weights
+        if ".base_layer." in name and not name.endswith(".bias")
+    }
+    return [
+        name for name in parameters if ".lora_" in name and plain_name(name.partition(".lora_")[0]) in layers
+    ]
+
+
 def _freeze(model: torch.nn.Module, patterns: tuple[str, ...]) -> None:
     parameters = dict(model.named_parameters(remove_duplicate=False))  # a shared weight has several names
     for pattern in patterns:
@@ -86,7 +98,7 @@ def _freeze(model: torch.nn.Module, patterns: tuple[str, ...]) -> None:
             plain = list(dict.fromkeys(map(plain_name, parameters)))
             raise CannotTrain("freeze", f"freeze: no parameter matches {pattern!r}; the first are "
                               f"{', '.join(plain[:5])}")  # fmt: skip
-        for name in names:
+        for name in [*names, *_adapters_of(names, parameters)]:
             parameters[name].requires_grad_(False)
     if not any(parameter.requires_grad for parameter in parameters.values()):
         raise CannotTrain(

@@ -113,8 +113,8 @@ def _load(model: Any, layer: ModelLayer, path: Path) -> None:
         return
     from peft import get_peft_model_state_dict, set_peft_model_state_dict
 
-    saved = weights_of(path / _ADAPTERS, layer)
-    own: dict[str, Tensor] = get_peft_model_state_dict(model)
+    saved = saved_adapter(layer, path)
+    own: dict[str, Tensor] = get_peft_model_state_dict(model, save_embedding_layers=False)
     saved, expected = _without_new_head(saved, own, model)
     check_alike(saved, expected, layer)
     set_peft_model_state_dict(model, {**own, **saved})
