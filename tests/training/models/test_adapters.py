@@ -19,6 +19,7 @@ from tests.harness.any_family import lay_any, make_any, small_config
 from tests.harness.runs import small_data
 from tests.harness.specs import make_spec
 from tests.harness.training import events_of_kind, run_to_end
+from workers.training.exceptions import CannotTrain
 from workers.training.models.adapters import default_targets, with_adapters
 from workers.training.models.trainable import prepare_for_training
 from workers.training.models.trained_weights import with_saved_adapters
@@ -88,6 +89,8 @@ def test_a_target_that_names_no_module_causes_a_warning() -> None:
     with pytest.warns(UserWarning, match=r"no module is named 'v_projj'.*down_proj.*v_proj"):
         adapted("llama", LORA.model_copy(update={"target_modules": ("q_proj", "v_projj")}))
     assert adapted("llama", LORA.model_copy(update={"target_modules": ("self_attn.q_proj",)}))
+    with pytest.raises(CannotTrain, match=r"no module is named 'v_projj' or 'c_attn'; the linear layers"):
+        adapted("llama", LORA.model_copy(update={"target_modules": ("v_projj", "c_attn")}))
 
 
 def test_an_adapted_head_is_saved_without_its_weights(tmp_path: Path) -> None:
@@ -137,6 +140,27 @@ def test_freezing_a_weight_freezes_its_adapters(pattern: str, frozen: str | None
     for name, weight in prepared.named_parameters():
         is_frozen = ".lora_" not in name or (frozen is not None and f"{frozen}.lora_" in name)
         assert weight.requires_grad is not is_frozen, name
+
+
+@pytest.mark.parametrize(
+    ("family", "pattern", "frozen"),
+    [
+        ("qwen3_moe", "*lora_A*", {"lora_A"}),
+        ("qwen3_moe", "*.experts.down_proj", {"experts.lora_A", "experts.lora_B"}),
+        ("gpt_oss", "*bias", set()),
+        ("gpt_oss", "*.gate_up_proj", {"experts.base_layer.lora_A", "experts.base_layer.lora_B"}),
+    ],
+)
+def test_each_weight_of_experts_has_its_own_adapters(family: str, pattern: str, frozen: set[str]) -> None:
+    model = make_any(small_config(family))
+    options: Any = {"seed": 0, "gradient_checkpointing": False, "precision": "fp32"}
+    prepared = prepare_for_training(model, lora=LORA, freeze=(pattern,), **options)
+    names = {
+        name for name, weight in prepared.named_parameters() if ".lora_" in name and not weight.requires_grad
+    }
+    assert bool(names) is bool(frozen)
+    assert {part for part in frozen for name in names if part in name} == frozen
+    assert all(any(part in name for part in frozen) for name in names)
 
 
 @pytest.mark.parametrize("method", ["full", "lora"])

@@ -85,7 +85,7 @@ def with_adapters(model: Any, lora: LoraSpec, seed: int, *, saved: Collection[st
         why = str(error).splitlines()[0]
         if "No modules were targeted" in why:
             why = "target_modules names only the layer that scores texts, which is trained anyway"
-        if why.startswith("Target module"):  # followed by that module, over many lines
+        if why.startswith("Target module "):  # followed by that module, over many lines
             why = f"target_modules names {why.split()[2].partition('(')[0]}, which is not a linear layer"
         raise CannotTrain("lora", f"lora: {why}") from error
     if lora.merge:
@@ -103,7 +103,7 @@ def _targets(model: torch.nn.Module, lora: LoraSpec, saved: Collection[str]) -> 
     """What is adapted, and with which dropout. The adapter of a weight is added to the weight: there is no
     input that dropout could apply to."""
     if lora.target_modules and not saved:
-        _warn_of_unknown(model, lora.target_modules)
+        _check_named(model, lora.target_modules)
     targets = _within_the_text(model, lora.target_modules) if lora.target_modules else default_targets(model)
     dropout = lora.dropout
     if targets.weights and saved and not _adapts_any(model, targets.weights, saved):
@@ -199,27 +199,35 @@ def _is_within(model: torch.nn.Module, parameter: str, module: torch.nn.Module) 
 
 def plain_name(name: str) -> str:
     """The name of a module, or of a parameter, as in the base model."""
-    return name.removeprefix("base_model.model.").replace(".base_layer", "")
+    name = name.removeprefix("base_model.model.").replace(".base_layer", "")
+    return name.replace(".original_module", "").replace(".modules_to_save.default", "")
 
 
 _LISTED = 12
 
 
-def _warn_of_unknown(model: torch.nn.Module, named: Collection[str]) -> None:
+def _check_named(model: torch.nn.Module, named: Collection[str]) -> None:
     """Warns of suffixes that name no module: a misspelt one would train fewer layers than requested. One list
-    for several families has such names, too."""
+    for several families has such names, too.
+
+    Raises:
+        CannotTrain: none of them names a module.
+    """
     from transformers.pytorch_utils import Conv1D
 
     modules = dict(model.named_modules())
-    for suffix in named:
-        if not any(f".{name}".endswith(f".{suffix}") for name in modules if name):
-            linear = (torch.nn.Linear, Conv1D)
-            layers = {name.rpartition(".")[2] for name, own in modules.items() if isinstance(own, linear)}
-            warnings.warn(
-                f"lora: target_modules: no module is named {suffix!r}, so it has no effect; the linear "
-                f"layers are {', '.join(sorted(layers)[:_LISTED])}",
-                stacklevel=2,
-            )
+    unknown = [
+        suffix for suffix in named if not any(f".{name}".endswith(f".{suffix}") for name in modules if name)
+    ]
+    if not unknown:
+        return
+    linear = (torch.nn.Linear, Conv1D)
+    layers = {name.rpartition(".")[2] for name, own in modules.items() if isinstance(own, linear)}
+    problem = f"lora: target_modules: no module is named {' or '.join(map(repr, unknown))}"
+    known = f"the linear layers are {', '.join(sorted(layers)[:_LISTED])}"
+    if len(unknown) == len(named):
+        raise CannotTrain("lora", f"{problem}; {known}")
+    warnings.warn(f"{problem}, which has no effect; {known}", stacklevel=2)
 
 
 def _within_the_text(model: torch.nn.Module, named: Collection[str]) -> Targets:

@@ -74,16 +74,20 @@ def _freeze_towers(model: Any) -> None:
             parameter.requires_grad_(False)
 
 
-def _adapters_of(weights: Collection[str], parameters: Collection[str]) -> list[str]:
-    """The adapters of the layers that have these weights, by name; a bias is no reason to freeze them."""
-    layers = {
-        plain_name(name.partition(".base_layer.")[0])
-        for name in weights
-        if ".base_layer." in name and not name.endswith(".bias")
-    }
-    return [
-        name for name in parameters if ".lora_" in name and plain_name(name.partition(".lora_")[0]) in layers
-    ]
+_ADAPTERS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
+
+
+def _adapters_of(weights: Collection[torch.nn.Parameter], model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """The adapters that are added to these weights. Experts have several weights, each with its own."""
+    chosen, found = set(map(id, weights)), []
+    module: Any
+    for module in model.modules():
+        if hasattr(module, "lora_A") and hasattr(module, "get_base_layer"):
+            name = getattr(module, "parameter_name", "weight")  # of experts; other layers have one
+            if id(getattr(module.get_base_layer(), name, None)) in chosen:
+                for part in _ADAPTERS:
+                    found += list(getattr(module, part, torch.nn.ModuleDict()).parameters())
+    return found
 
 
 def _freeze(model: torch.nn.Module, patterns: tuple[str, ...]) -> None:
@@ -98,8 +102,9 @@ def _freeze(model: torch.nn.Module, patterns: tuple[str, ...]) -> None:
             plain = list(dict.fromkeys(map(plain_name, parameters)))
             raise CannotTrain("freeze", f"freeze: no parameter matches {pattern!r}; the first are "
                               f"{', '.join(plain[:5])}")  # fmt: skip
-        for name in [*names, *_adapters_of(names, parameters)]:
-            parameters[name].requires_grad_(False)
+        matched = [parameters[name] for name in names]
+        for parameter in (*matched, *_adapters_of(matched, model)):
+            parameter.requires_grad_(False)
     if not any(parameter.requires_grad for parameter in parameters.values()):
         raise CannotTrain(
             "freeze", "freeze matches all parameters, so nothing would be trained: remove some patterns"
