@@ -104,26 +104,29 @@ def migrated_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def database(settings: "Settings", migrated_file: Path) -> "Iterator[Database]":
-    from app.storage.database import Database
-
+def migrated(settings: "Settings", migrated_file: Path) -> None:
+    """The settings' database has all tables. Copied once for each test: a second copy would replace the file
+    that the application has open, which then reads an empty database at times."""
     if settings.database_url is None:
         shutil.copy(migrated_file, settings.data_dir / migrated_file.name)
+
+
+@pytest.fixture
+def database(settings: "Settings", migrated: None) -> "Iterator[Database]":
+    from app.storage.database import Database
+
     database = Database(settings.resolved_database_url)
     yield database
     database.close()
 
 
 @pytest.fixture
-def client(settings: "Settings", migrated_file: Path) -> "Iterator[TestClient]":
+def client(settings: "Settings", migrated: None) -> "Iterator[TestClient]":
     """The application in this process, with a database of its own and no worker."""
     from fastapi.testclient import TestClient
 
     from app.main import create_app
 
-    database = settings.data_dir / migrated_file.name
-    if settings.database_url is None and not database.exists():
-        shutil.copy(migrated_file, database)
     declared = settings.model_copy(update={"gpus": "24GB,24GB,24GB,24GB"})
     with TestClient(create_app(declared), base_url="http://127.0.0.1:8000") as client:
         yield client
