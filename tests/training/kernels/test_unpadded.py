@@ -344,25 +344,30 @@ def test_on_a_cpu_only_wide_models_that_are_quickly_checked_have_no_padding(
 
 
 @pytest.mark.parametrize(
-    ("weights", "longest", "planned", "row"),
+    ("weights", "longest", "planned", "tuned", "row"),
     [
-        (10**6, 64, 4096, 4096),
-        (10**6, 64, 2**20, 2**14),
-        (10**8, 64, 4096, 1666),  # what 1e12 operations allow
-        (10**8, 1500, 1024, 1500),
-        (10**8, 2000, 4096, None),
-        (10**9, 64, 4096, None),
-        (10**9, 64, 100, 100),
+        (10**6, 64, 4096, True, 4096),
+        (10**6, 64, 2**20, True, 2**14),
+        (10**8, 64, 4096, True, 1666),  # what 1e12 operations allow
+        (10**8, 1500, 1024, True, 1500),
+        (10**8, 2000, 4096, True, None),
+        (10**9, 64, 4096, True, None),
+        (10**9, 64, 100, True, 100),
+        (3 * 10**8, 64, 2048, True, None),
+        (3 * 10**8, 64, 768, False, 555),
+        (3 * 10**8, 600, 768, False, None),
+        (4 * 10**8, 64, 768, False, None),
     ],
 )
 def test_rows_on_a_cpu_are_as_long_as_can_be_checked_quickly(
-    weights: int, longest: int, planned: int, row: int | None
+    weights: int, longest: int, planned: int, tuned: bool, row: int | None
 ) -> None:
     model = torch.nn.Linear(weights // 10, 10, bias=False, device="meta")
     on_cpu = SimpleNamespace(device=torch.device("cpu"), model=model)
-    assert unpadded._longest_row(on_cpu, longest, planned) == row  # type: ignore[arg-type]
+    assert unpadded._longest_row(on_cpu, longest, planned, is_tuned=tuned) == row  # type: ignore[arg-type]
     on_gpu = SimpleNamespace(device=torch.device("cuda"), model=model)
-    assert unpadded._longest_row(on_gpu, longest, planned) == max(longest, min(planned, 2**14))  # type: ignore[arg-type]
+    on_any = unpadded._longest_row(on_gpu, longest, planned, is_tuned=tuned)  # type: ignore[arg-type]
+    assert on_any == max(longest, min(planned, 2**14))
 
 
 @pytest.mark.parametrize("lengths", [(1, 7, 30), (1, 200, 7, 180, 30)], ids=str)

@@ -46,9 +46,9 @@ and with long documents 0.98 to 1.06 times."""
 _MOST_OPERATIONS_ON_CPU = 1e12
 """The most floating-point operations of the check on a CPU: some ten seconds."""
 
-_LEAST_LIMIT = 1024
+_LEAST_LIMIT, _LEAST_LIMIT_OF_TUNING = 512, 1024
 """A model is not checked on a CPU if its rows would be limited to fewer tokens than this, although the plan
-may lead to longer ones."""
+may lead to longer ones: the second number applies if budgets are tuned, and so may grow."""
 
 
 def choose_layout(
@@ -73,7 +73,8 @@ def choose_layout(
     padded, spec = loader.layout, assignment.spec
     if fallbacks.padded or not _may_be_packed(replica, loader, assignment, group):
         return None
-    most_tokens = _longest_row(replica, loader.longest, planned_tokens)
+    is_tuned = spec.tune is not None
+    most_tokens = _longest_row(replica, loader.longest, planned_tokens, is_tuned=is_tuned)
     if most_tokens is None:
         return None
     own = next((each for each in replica.kernels if isinstance(each, BoundaryAttention)), None)
@@ -111,7 +112,7 @@ def _as_before(kernel: Kernels, replica: Replica, loader: Loader, most_tokens: i
     return most_tokens
 
 
-def _longest_row(replica: Replica, longest: int, planned_tokens: int) -> int | None:
+def _longest_row(replica: Replica, longest: int, planned_tokens: int, *, is_tuned: bool) -> int | None:
     """Tokens of the longest row for which a model is checked. None: the check would take too long.
 
     Args:
@@ -122,7 +123,8 @@ def _longest_row(replica: Replica, longest: int, planned_tokens: int) -> int | N
         return max(longest, needed)
     weights: int = sum(each.numel() for each in replica.model.parameters())
     most = int(_MOST_OPERATIONS_ON_CPU / (6.0 * weights))
-    if most < max(longest, min(needed, _LEAST_LIMIT)):
+    least = _LEAST_LIMIT_OF_TUNING if is_tuned else _LEAST_LIMIT
+    if most < max(longest, min(needed, least)):
         return None
     return max(longest, min(needed, most))
 
