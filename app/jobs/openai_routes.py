@@ -42,11 +42,11 @@ from app.web.dependencies import (
     CurrentDatabase,
     CurrentIdempotentRequest,
     CurrentSettings,
+    InTurn,
     Limit,
     Listing,
     ResultsAnswer,
     Writing,
-    in_thread,
     planning_inputs_of,
     slowly_of,
 )
@@ -96,6 +96,7 @@ async def list_jobs(
     request: Request,
     database: CurrentDatabase,
     listing: Listing,
+    in_turn: InTurn,
     filters: MetadataFilters,
     limit: Limit = 20,
     after: After = None,
@@ -108,7 +109,7 @@ async def list_jobs(
             rows = reads.page(connection, reads.JOBS.where(*filters), database.viewer.owner, limit, after)
             return answer_cache.page_response("openai", rows, limit, answer)
 
-    return await (listing(listed) if filters else in_thread(listed))  # filters may read all jobs of a key
+    return await (listing(listed) if filters else in_turn(listed))  # filters may read all jobs of a key
 
 
 @router.get(

@@ -39,6 +39,7 @@ from app.web.dependencies import (
     CurrentDatabase,
     CurrentIdempotentRequest,
     CurrentSettings,
+    InTurn,
     JobId,
     Limit,
     Listing,
@@ -101,6 +102,7 @@ async def list_jobs(
     request: Request,
     database: CurrentDatabase,
     listing: Listing,
+    in_turn: InTurn,
     filters: Filters,
     limit: Limit = 20,
     after: After = None,
@@ -115,7 +117,7 @@ async def list_jobs(
             rows = reads.page(connection, query, database.viewer.owner, limit, after)
             return answer_cache.page_response("native", rows, limit, lambda job: job_answer(waiting, job))
 
-    return await (listing(listed) if filters else in_thread(listed))  # filters may read all jobs of a key
+    return await (listing(listed) if filters else in_turn(listed))  # filters may read all jobs of a key
 
 
 @router.get("/{training_id}", summary="A job", response_model=JobResponse, responses=NOT_MODIFIED)

@@ -3,13 +3,14 @@
 A commit waits for the disk, and Python threads do not compute in parallel. So one thread collects the
 writes that arrived while it was busy, prepares each, writes all of them and commits once; only then do the
 callers get their results. A write that fails is rolled back alone; if the commit fails, it fails for all of
-them.
+them. Keys take turns, so that a burst of one key's writes delays those of other keys by little.
 """
 
 import asyncio
 import contextvars
-import queue
 import threading
+import time
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -18,6 +19,9 @@ from app.storage.database import Database, LostTransaction, is_deadlock
 
 _MAX_GROUP = 50
 """The maximum number of writes in a transaction, since other threads need the database too."""
+
+_PREPARE_SECONDS = 0.1
+"""For how long writes are prepared before those that are ready are committed."""
 
 Ready = TypeVar("Ready")
 Written = TypeVar("Written")
@@ -43,12 +47,44 @@ class _Write:
             self.outcome.set_exception(self.error)
 
 
+class _WaitingWrites:
+    """Writes that wait, of which `take` returns one of each key in turn."""
+
+    def __init__(self) -> None:
+        self._of_keys: OrderedDict[str | None, deque[_Write]] = OrderedDict()
+        self._changed = threading.Condition()
+        self._is_closed = False
+
+    def put(self, write: _Write) -> None:
+        with self._changed:
+            self._of_keys.setdefault(write.database.viewer.creator, deque()).append(write)
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Lets `take` return None once no write waits, instead of waiting for the next."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
+
+    def take(self, *, wait: bool) -> _Write | None:
+        """The next write; None if there is none, and there will be none or the caller does not wait."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._of_keys or self._is_closed or not wait)
+            if not self._of_keys:
+                return None
+            key, own = self._of_keys.popitem(last=False)
+            taken = own.popleft()
+            if own:
+                self._of_keys[key] = own  # behind the other keys
+            return taken
+
+
 class GroupCommit:
     """Accepts writes between `start()`, which must be called in the event loop, and `close()`."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
-        self._waiting: queue.SimpleQueue[_Write | None] = queue.SimpleQueue()
+        self._waiting = _WaitingWrites()
         self._thread = threading.Thread(target=self._run, name="group-commit", daemon=True)
 
     def start(self) -> None:
@@ -57,7 +93,7 @@ class GroupCommit:
 
     def close(self) -> None:
         """Returns once everything has been written, or after ten seconds."""
-        self._waiting.put(None)
+        self._waiting.close()
         self._thread.join(10)
 
     async def write(
@@ -76,24 +112,29 @@ class GroupCommit:
         return written
 
     def _run(self) -> None:
-        while (first := self._waiting.get()) is not None:
-            group = [first]
-            while len(group) < _MAX_GROUP and not self._waiting.empty():
-                following = self._waiting.get()
-                if following is None:
-                    self._waiting.put(None)
-                    break
-                group.append(following)
-            self._commit_group(group)
+        while (first := self._waiting.take(wait=True)) is not None:
+            group, ready = self._prepared(first)
+            self._commit(ready)
             self._loop.call_soon_threadsafe(_resolve_all, group)
 
-    def _commit_group(self, group: Sequence[_Write]) -> None:
+    def _prepared(self, first: _Write) -> tuple[list[_Write], list[tuple[_Write, Any]]]:
+        """Prepares the first write and those that follow. Returns all of them, and those that can be written,
+        each with the result of its preparation."""
+        group: list[_Write] = []
         ready: list[tuple[_Write, Any]] = []
-        for each in group:
+        until = time.monotonic() + _PREPARE_SECONDS
+        following: _Write | None = first
+        while following is not None:
+            group.append(following)
             try:
-                ready.append((each, each.context.run(each.prepare)))
+                ready.append((following, following.context.run(following.prepare)))
             except Exception as error:
-                each.error = error
+                following.error = error
+            is_full = len(group) == _MAX_GROUP or time.monotonic() > until
+            following = None if is_full else self._waiting.take(wait=False)
+        return group, ready
+
+    def _commit(self, ready: Sequence[tuple[_Write, Any]]) -> None:
         if ready:
             self._write_together(ready)
         for each, prepared in ready:

@@ -27,7 +27,7 @@ from app.storage.session import Session
 from app.storage.tables import Job
 from app.submissions.admission import AdmittedRequest
 from app.submissions.idempotency import IdempotentRequest
-from app.submissions.key_limits import check_limits
+from app.submissions.key_limits import check_before_planning, check_limits
 
 RunSlowly = Callable[[Callable[[], Response]], Awaitable[Response]]
 
@@ -78,11 +78,12 @@ class SubmissionHandler(ABC):
         Raises:
             AccrueError: one of them cannot be trained.
         """
-        if self._idempotency.key is not None:
-            with self.inputs.database.reading() as session:
+        with self.inputs.database.reading() as session:
+            if self._idempotency.key is not None:
                 answered = self._idempotency.find_answer(session)
-            if answered is not None:
-                return answered
+                if answered is not None:
+                    return answered
+            check_before_planning(session, self.settings)
         return self.check()
 
     def store(self, checked: list[AdmittedRequest] | Response, database: Database) -> Response:

@@ -24,6 +24,18 @@ def resume_within_limits(session: Session, job_id: str, settings: Settings) -> J
     return lifecycle.resume(session, job_id)
 
 
+def check_before_planning(session: Session, settings: Settings) -> None:
+    """Checks that the key may submit any job at all, since planning one takes much longer than this.
+
+    Raises:
+        QuotaExceeded: the key has reached its limit of waiting jobs, or has used up its device hours.
+    """
+    maker, most = session.viewer.creator, settings.max_queued_jobs
+    quotas.check(session, maker)
+    if queue.count_waiting(session, maker, most) >= most:
+        raise _too_many(most)
+
+
 def check_limits(session: Session, settings: Settings, jobs: int = 1) -> None:
     """Checks that the key may submit `jobs` more jobs.
 

@@ -19,6 +19,12 @@ def raise_connection_limit() -> int:
     if soft != resource.RLIM_INFINITY and soft < wanted:
         soft = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    if soft == resource.RLIM_INFINITY:
+    return connection_limit()
+
+
+def connection_limit() -> int:
+    """The number of connections that the present limit of open files allows, at most `MAX_CONNECTIONS`."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= MAX_CONNECTIONS + _OTHER_FILES:
         return MAX_CONNECTIONS
-    return max(min(soft, wanted) - _OTHER_FILES, soft // 2) if soft < wanted else MAX_CONNECTIONS
+    return max(soft - _OTHER_FILES, soft // 2)

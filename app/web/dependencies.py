@@ -24,7 +24,7 @@ from app.settings import Settings
 from app.storage.database import Database
 from app.storage.session import Session, Viewer
 from app.submissions.idempotency import IdempotentRequest
-from app.web.concurrency import SlowWork, in_turns
+from app.web.concurrency import SlowWork, Turns, in_turns
 from app.web.content_type import is_multipart
 from app.web.middleware import CALCULATORS
 from app.web.query_parameters import check_names
@@ -162,6 +162,23 @@ async def in_thread(work: Callable[[], Result]) -> Result:
     return await to_thread.run_sync(work)
 
 
+async def own_turn(request: Request, caller: Annotated[Caller, Depends(_caller)]) -> AsyncIterator[None]:
+    """Waits for a turn of the caller's key among the threads that all requests share."""
+    turns: Turns = request.app.state.thread_turns
+    async with turns.turn(caller.key_id):
+        yield
+
+
+async def _in_turn(request: Request, caller: Annotated[Caller, Depends(_caller)]) -> RunSlowly:
+    turns: Turns = request.app.state.thread_turns
+
+    async def run(work: Callable[[], Result]) -> Result:
+        async with turns.turn(caller.key_id):
+            return await in_thread(work)
+
+    return run
+
+
 async def _stream(request: Request, caller: Annotated[Caller, Depends(_caller)]) -> SendStream:
     return partial(request.app.state.downloads.stream, caller.key_id)
 
@@ -172,6 +189,9 @@ async def _file(request: Request, caller: Annotated[Caller, Depends(_caller)]) -
 
 Slowly = Annotated[RunSlowly, Depends(_slowly)]
 """Runs work that may take seconds in a thread; called with the work, as `SlowWork.run`."""
+InTurn = Annotated[RunSlowly, Depends(_in_turn)]
+"""Runs work that takes milliseconds in one of the threads that all requests share, of which each key has a
+few."""
 Listing = Annotated[RunSlowly, Depends(_listing)]
 """Runs the query of a list that may read all rows of a key. Lists have threads of their own, so that they do
 not wait for uploads and other slow requests."""

@@ -16,6 +16,7 @@ from app.errors import TooManyRequests
 from app.storage.database import Database
 from app.storage.session import Session
 from app.storage.tables import Job, JobEvent
+from app.web.connections import connection_limit
 
 log = structlog.get_logger("accrue.service")
 
@@ -30,7 +31,8 @@ _AT_ONCE_EACH = 50
 
 
 MAX_STREAMS = 2000
-"""The maximum number of streams of one service; each holds a connection."""
+"""The maximum number of streams of one service. Each holds a connection, so it is at most half of the number
+of connections, and a quarter for a key: others must be able to connect."""
 MAX_STREAMS_PER_KEY = 1000
 
 
@@ -67,12 +69,12 @@ class EventStream:
         follower = _Follower(job_id, last, key_id)
         with self._joining:
             own = sum(each.key_id == key_id for each in self._followers)
-            if own < MAX_STREAMS_PER_KEY and len(self._followers) < MAX_STREAMS:
+            connections = connection_limit()
+            most_own = min(MAX_STREAMS_PER_KEY, connections // 4)
+            if own < most_own and len(self._followers) < min(MAX_STREAMS, connections // 2):
                 self._followers.add(follower)
                 return follower
-        open_now = (
-            f"{own} event streams of this key" if own >= MAX_STREAMS_PER_KEY else "Too many event streams"
-        )
+        open_now = f"{own} event streams of this key" if own >= most_own else "Too many event streams"
         raise TooManyRequests(
             f"{open_now} are open already: close some, or poll GET …/training/{{id}}/events instead.",
             retry_after_seconds=30,

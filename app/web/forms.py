@@ -5,7 +5,6 @@ import tempfile
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from fastapi.routing import APIRoute
 from starlette._utils import AwaitableOrContextManager, AwaitableOrContextManagerWrapper
 from starlette.datastructures import FormData
 from starlette.exceptions import HTTPException
@@ -13,13 +12,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from app.errors import DiskFull, Unavailable
+from app.web.thread_route import ThreadRoute
 
 _MAX_FIELDS = 24
 """More than any client of OpenAI's API sends, with a field for each assigned column."""
 _MAX_FIELD_BYTES = 2**14
 
 
-class SmallFormRoute(APIRoute):
+class SmallFormRoute(ThreadRoute):
     """A route whose form may have one file. Starlette keeps a file open for each file of a form, and all
     fields in memory."""
 

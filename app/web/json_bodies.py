@@ -3,12 +3,13 @@
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from fastapi.routing import APIRoute
 from starlette.requests import Request
 from starlette.responses import Response
 
+from app.web.thread_route import ThreadRoute
 
-class AnyContentTypeRoute(APIRoute):
+
+class AnyContentTypeRoute(ThreadRoute):
     """For routes that change nothing, where a foreign page's form can do no harm."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:

@@ -11,6 +11,7 @@ from fastapi import APIRouter, FastAPI
 from app.web.dependencies import authorised
 from app.web.error_bodies import Problem
 from app.web.middleware import NATIVE
+from app.web.thread_route import ThreadRoute
 
 _PROBLEM: dict[str, Any] = {"model": Problem, "description": "What is wrong, with the field and the remedy"}
 _PROBLEMS: dict[int | str, dict[str, Any]] = {"4XX": _PROBLEM, "5XX": _PROBLEM}
@@ -27,6 +28,7 @@ def native_router(prefix: str = "", **options: Any) -> APIRouter:
 
 def openai_router(prefix: str, **options: Any) -> APIRouter:
     """A router of OpenAI-compatible routes. They need a caller."""
+    options.setdefault("route_class", ThreadRoute)
     return public_router(prefix, dependencies=[authorised], **options)
 
 

@@ -12,12 +12,11 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-from fastapi.routing import APIRoute
-
 from app.web.dependencies import Reading, Writing
+from app.web.thread_route import ThreadRoute
 
 
-class SessionRoute(APIRoute):
+class SessionRoute(ThreadRoute):
     """A route whose endpoint may have parameters of the types `Reading` and `Writing`."""
 
     def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
