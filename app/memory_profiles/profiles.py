@@ -3,6 +3,7 @@
 import hashlib
 import re
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -155,14 +156,32 @@ def with_exact_parameter_count(session: Session, architecture: Architecture) -> 
     model since then."""
     if not architecture.is_estimated:
         return architecture
-    exact = session.scalar(
-        select(StoredProfile.content["curve"]["parameters"].as_integer())
-        .where(StoredProfile.architecture == architecture.fingerprint)
-        .limit(1)
+    curve, recipe = StoredProfile.content["curve"], StoredProfile.recipe
+    profiles = session.execute(
+        select(recipe, curve["parameters"].as_integer(), curve["trainable"].as_integer())
+        .where(
+            StoredProfile.architecture == architecture.fingerprint,
+            func.coalesce(recipe["scores"].as_integer(), 0) == 0,  # those with scores have no output head
+        )
+        .order_by(recipe["lora"].as_string().is_not(None))
+        .limit(_PROFILES_WITH_COUNTS)
     )
+    counts = (_count_without_adapters(own, *numbers) for own, *numbers in profiles)
+    exact = next((count for count in counts if count is not None), None)
     if exact is None:
         return architecture
     return architecture.model_copy(update={"parameters": exact, "is_estimated": False})
+
+
+_PROFILES_WITH_COUNTS = 20
+"""How many profiles of a model are searched for its number of parameters: nearly all have it."""
+
+
+def _count_without_adapters(recipe: Mapping[str, Any], parameters: int, trainable: int) -> int | None:
+    """The parameters of the base model, from a profile's numbers; None if they do not tell."""
+    if recipe.get("lora") is None:
+        return parameters
+    return None if recipe.get("freeze") else parameters - trainable
 
 
 def measured_job(session: Session, job: Job, spec: Spec, device: Device) -> MeasuredJob:

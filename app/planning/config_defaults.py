@@ -25,7 +25,9 @@ def completed(config: Mapping[str, Any]) -> dict[str, Any]:
     for name in TEXT_CONFIGS:
         part = config.get(name)
         if isinstance(part, Mapping):
-            tied = config.get(TIED, part.get(TIED, found.get(TIED)))  # that of the whole model decides
+            tied = found.get(TIED)  # that of the whole model decides, even as its family's default, if true
+            if not tied and TIED not in config:
+                tied = part.get(TIED, tied)
             given = part if tied is None else {**part, TIED: tied}
             found[name] = _with_sizes(given, str(part.get("model_type") or text_family))
     return found

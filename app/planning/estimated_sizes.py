@@ -88,6 +88,8 @@ def estimated(config: Mapping[str, Any]) -> Architecture:
     vocabulary = int(text.get("vocab_size") or config["vocab_size"])
     heads = _largest(_first(text, _HEADS)) or 1
     key_value_heads = _largest(_first(text, _KEY_VALUE_HEADS)) or heads
+    if family == "gpt_bigcode" and text.get("multi_query", True):
+        key_value_heads = 1
     head_dim = _largest(text.get("head_dim")) or max(1, hidden // heads)
     inner = _inner(family, text, hidden)
     experts = 1 if text.get("is_moe") is False else _largest(_first(text, _EXPERTS)) or 1

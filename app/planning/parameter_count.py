@@ -108,14 +108,26 @@ def in_embeddings(family: str, config: Config, hidden: int, vocabulary: int, lay
 def in_towers(family: str, config: Config) -> int:
     """Parameters of the encoders of images and sound that are loaded with a language model."""
     towers = () if family in _TEXT_ALONE else (config.get("vision_config"), config.get("audio_config"))
-    return sum(_in_tower(tower) for tower in towers if isinstance(tower, Mapping))
+    return sum(_in_tower(family, tower) for tower in towers if isinstance(tower, Mapping))
 
 
-def _in_tower(tower: Config) -> int:
+def _in_tower(family: str, tower: Config) -> int:
     layers = _size(tower, "num_hidden_layers", "depth", "layers", "conf_num_hidden_layers")
-    hidden = _size(tower, "hidden_size", "embed_dim", "width")
+    widths = ("embed_dim", "hidden_size") if family == "qwen2_vl" else ("hidden_size", "embed_dim", "width")
+    hidden = _size(tower, *widths)
     inner = _size(tower, "intermediate_size") or max(0, int(float(tower.get("mlp_ratio") or 4) * hidden))
-    return layers * (4 * hidden**2 + 2 * hidden * inner)
+    total = layers * (4 * hidden**2 + 2 * hidden * inner)
+    if family == "qwen2_5_vl":  # its feed-forward has a gate
+        total += layers * hidden * inner
+    if family in _MERGING_TOWERS:
+        merged = hidden * (_size(tower, "spatial_merge_size") or 2) ** 2
+        total += merged * (merged + _size(tower, "out_hidden_size", "hidden_size"))
+    return total
+
+
+_MERGING_TOWERS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+"""Families with a feed-forward that joins neighbouring patches of an image. In Qwen2-VL, `hidden_size` is the
+width of its output, and `embed_dim` the tower's own."""
 
 
 _TEXT_ALONE = ("mllama", "qwen3_5", "qwen3_5_moe")

@@ -9,6 +9,7 @@ import pytest
 
 from app import PACKAGES_FOLDER
 from app.contract.memory_profile import KINDS, Curve, PointMemory, Profile, Recipe, Stretch
+from app.contract.spec import LoraSpec
 from app.errors import NotFound
 from app.memory_profiles import profiles
 from app.memory_profiles.profiles import ProfileKey, key_of
@@ -18,6 +19,7 @@ from app.planning.devices import GIB
 from app.storage.database import Database, database_now
 from app.storage.tables import StoredProfile, Worker
 
+LORA = LoraSpec(r=8, alpha=16, dropout=0.0, target_modules=(), merge=False)
 CPU = Recipe(device="cpu", precision="fp32")
 ARCHITECTURE = from_config(TINY_GPT2)
 
@@ -137,3 +139,27 @@ def test_a_service_without_torch_has_the_keys_of_its_workers(tmp_path: Path) -> 
     constraints.write_text("torchao==0.9.0\ntorch==2.13.0\n")
     assert profiles._pinned_version(constraints) == "2.13.0"
     assert profiles._pinned_version(PACKAGES_FOLDER / "constraints.txt") == version("torch").split("+")[0]
+
+
+@pytest.mark.parametrize(
+    ("made", "count"),
+    [
+        ([({}, 100, 100)], 100),
+        ([({"freeze": ("*",)}, 100, 0)], 100),
+        ([({"lora": LORA}, 130, 30)], 100),
+        ([({"lora": LORA, "freeze": ("*",)}, 130, 20), ({}, 100, 100)], 100),
+        ([({"lora": LORA, "freeze": ("*",)}, 130, 20)], None),
+        ([({"scores": 3}, 80, 80)], None),
+        ([({"scores": 3}, 80, 80), ({"lora": LORA}, 130, 30)], 100),
+    ],
+)  # fmt: skip
+def test_the_exact_count_is_that_of_the_language_model_without_adapters(
+    database: Database, made: list[tuple[dict[str, Any], int, int]], count: int | None
+) -> None:
+    for recipe, parameters, trainable in made:
+        curve = profile().curve.model_copy(update={"parameters": parameters, "trainable": trainable})
+        make(database, wanted(**recipe), profile().model_copy(update={"curve": curve}))
+    estimated = ARCHITECTURE.model_copy(update={"is_estimated": True, "parameters": 77})
+    with database.reading() as session:
+        found = profiles.with_exact_parameter_count(session, estimated)
+    assert (found.parameters, found.is_estimated) == ((77, True) if count is None else (count, False))

@@ -198,7 +198,32 @@ def test_estimated_parameters_are_near_those_of_the_model(family: str) -> None:
     assert architecture.parameters == pytest.approx(built(config, family), rel=0.02)
 
 
+_TEXT_OF_VL = {
+    "hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2,
+    "intermediate_size": 1536, "vocab_size": 8000,
+}  # fmt: skip
+
 PUBLISHED: dict[str, dict[str, Any]] = {
+    "gpt_bigcode": {
+        "n_embd": 1024, "n_layer": 4, "n_head": 16, "n_inner": 4096, "n_positions": 2048, "multi_query": True,
+        "vocab_size": 2000,
+    },
+    "qwen2_vl": {
+        "text_config": {**_TEXT_OF_VL, "tie_word_embeddings": False},
+        "vision_config": {
+            "depth": 8, "embed_dim": 640, "hidden_size": 512, "mlp_ratio": 4, "num_heads": 10,
+            "spatial_merge_size": 2,
+        },
+        "tie_word_embeddings": False,
+    },
+    "qwen2_5_vl": {
+        "text_config": {**_TEXT_OF_VL, "tie_word_embeddings": False},
+        "vision_config": {
+            "depth": 8, "hidden_size": 640, "out_hidden_size": 512, "intermediate_size": 1710,
+            "num_heads": 10, "spatial_merge_size": 2,
+        },
+        "tie_word_embeddings": False,
+    },
     "falcon_mamba": {
         "hidden_size": 512, "intermediate_size": 1024, "expand": 16, "num_hidden_layers": 4, "state_size": 16,
         "time_step_rank": 32, "conv_kernel": 4, "vocab_size": 2000, "tie_word_embeddings": False,
@@ -293,6 +318,17 @@ def test_a_hostile_config_is_answered_at_once(hostile: dict[str, Any]) -> None:
 def test_negative_sizes_do_not_make_a_model_seem_smaller(negative: dict[str, Any]) -> None:
     with pytest.raises(UnknownArchitecture, match="must not be negative"):
         from_config({"model_type": "deepseek_v3", **PUBLISHED["deepseek_v3"], **negative})
+
+
+def test_a_multimodal_family_s_default_ties_the_head_whatever_the_text_part_says() -> None:
+    text = {**_TEXT_OF_VL, "model_type": "qwen2", "tie_word_embeddings": False}
+    config = {"model_type": "internvl", "text_config": text}
+    assert AutoConfig.for_model("internvl", text_config=text).tie_word_embeddings
+    counts = [
+        from_config({**config, **own}).parameters
+        for own in ({}, {"tie_word_embeddings": True}, {"tie_word_embeddings": False})
+    ]
+    assert counts[0] == counts[1] == counts[2] - 8000 * 512
 
 
 def test_sizes_in_configs_within_the_config_are_read() -> None:
