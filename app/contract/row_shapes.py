@@ -5,7 +5,7 @@ instructions as Alpaca or Dolly write them. Uses only the standard library.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any, Literal
 
 _SHAREGPT_ROLES = {
@@ -38,6 +38,22 @@ _BELONGING: dict[str, tuple[str, ...]] = {
 }
 """Fields that belong to others, and are read with them."""
 
+_QUESTIONS = {"prompt", "messages", "conversations", "instruction"}
+_ANSWERS = {"completion", "output", "chosen", "rejected"}
+_ANSWERS_TO: dict[str, tuple[str, ...]] = {
+    "prompt": ("completion", "chosen", "rejected"),
+    "messages": ("chosen", "rejected"),
+    "conversations": ("chosen", "rejected"),
+    "instruction": _OUTPUTS,
+}
+_QUESTIONS_OF: dict[str, tuple[str, ...]] = {
+    "completion": ("prompt",),
+    "output": ("instruction",),
+    "chosen": ("prompt", "messages"),
+    "rejected": ("prompt", "messages"),
+}
+_LABELLED = ("text", "prompt", "completion", "messages")
+
 
 class BadShape(ValueError):
     """A row that has no recognised shape, or a wrong value in one; the message says why."""
@@ -45,7 +61,8 @@ class BadShape(ValueError):
 
 def mapped(row: Mapping[str, Any], columns: Mapping[ColumnField, str]) -> dict[str, Any]:
     """The fields of a row, taken from the columns that were assigned to them. Fields that accompany them (the
-    weight, a chat's tools, an instruction's input) are kept if they have their usual names.
+    weight, the label, a chat's tools, an instruction's input, a prompt's answer) are kept if they have their
+    usual names.
 
     Args:
         columns: maps our fields to the row's columns.
@@ -56,11 +73,23 @@ def mapped(row: Mapping[str, Any], columns: Mapping[ColumnField, str]) -> dict[s
     missing = sorted(set(columns.values()) - row.keys())
     if missing:
         raise BadShape(f"has no column {missing[0]!r:.120}; it has {_names(row)}")
-    belonging = {"weight"}.union(*(_BELONGING.get(field, ()) for field in columns))
-    if columns.keys() & set(_INPUTS):
-        belonging -= set(_INPUTS)
+    belonging = _belonging(columns.keys())
     kept = {name: row[name] for name in sorted(belonging) if name in row and name not in columns.values()}
     return {**kept, **{field: row[column] for field, column in columns.items()}}
+
+
+def _belonging(assigned: Set[str]) -> set[str]:
+    """The fields that are kept beside those to which columns are assigned, if a row has them."""
+    found = {"weight", "label"}.union(*(_BELONGING.get(field, ()) for field in assigned))
+    if assigned & set(_INPUTS):
+        found -= set(_INPUTS)
+    if not assigned & _ANSWERS:
+        found = found.union(*(_ANSWERS_TO.get(field, ()) for field in assigned))
+    if not assigned & _QUESTIONS:
+        found = found.union(*(_QUESTIONS_OF.get(field, ()) for field in assigned))
+    if assigned & {"chosen", "rejected"}:
+        found |= {"chosen", "rejected"}
+    return found.union(_LABELLED) if assigned == {"label"} else found
 
 
 def canonical(row: dict[str, Any]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from app.contract.data_formats import parse_line
+from app.contract.row_shapes import ColumnField, mapped
 from app.datasets import conversion
 from app.datasets.conversion import convert
 from app.datasets.file_types import ReadOptions
@@ -429,3 +430,34 @@ def test_a_missing_library_is_named(
 def test_rows_of_empty_cells_are_skipped(client: TestClient) -> None:
     answer = upload(client, "a.csv", b"prompt;completion;\na;b;\n;;\n  \n\nc;d;\n")
     assert answer["examples"] == 2
+
+
+@pytest.mark.parametrize(
+    ("columns", "header", "kept"),
+    [
+        ({"text": "review"}, "review,label", "text label"),
+        ({"prompt": "q"}, "q,completion,label,id", "prompt completion label"),
+        ({"prompt": "q", "completion": "a"}, "q,a,label", "prompt completion label"),
+        ({"completion": "a"}, "prompt,a", "prompt completion"),
+        ({"instruction": "q"}, "q,input,output", "instruction input output"),
+        ({"output": "a"}, "instruction,a", "instruction output"),
+        ({"prompt": "q"}, "q,chosen,rejected", "prompt chosen rejected"),
+        ({"chosen": "good"}, "prompt,good,rejected", "prompt chosen rejected"),
+        ({"label": "class"}, "text,class", "text label"),
+        ({"prompt": "q", "completion": "a"}, "q,a,chosen,rejected,text", "prompt completion"),
+        ({"prompt": "completion", "completion": "prompt"}, "prompt,completion", "prompt completion"),
+    ],
+)
+def test_columns_with_usual_names_need_not_be_mapped(
+    columns: dict[ColumnField, str], header: str, kept: str
+) -> None:
+    row = {name: f"the {name}" for name in header.split(",")}
+    fields = mapped(row, columns)
+    assert fields.keys() == set(kept.split())
+    assert all(fields[name] == f"the {columns.get(name, name)}" for name in fields)  # type: ignore[call-overload]
+
+
+def test_a_table_with_a_label_and_a_mapped_text_trains_a_classifier(client: TestClient) -> None:
+    content = b"review,label\na fine book,good\na bad plot,bad\n"
+    file = upload(client, "a.csv", content, columns='{"text": "review"}')
+    assert client.get(f"/v1/files/{file['id']}").json()["classes"] == ["bad", "good"]
