@@ -51,6 +51,9 @@ class Alternative(Frozen):
     one_sample_bytes: int
     """The predicted peak with one full-length sample per micro-batch: the least that this change needs."""
     source: Source
+    zero_stage: ZeroStage | None = Field(
+        None, description="What the devices divide among themselves (fsdp); null: each has a full copy (ddp)"
+    )
     predicted_samples_per_second: float | None = Field(
         None,
         description="Full-length samples, forward and backward; null: no similar size was measured on this "

@@ -63,7 +63,13 @@ def list_gpus(session: Reading, settings: CurrentSettings) -> GpusResponse:
 def list_workers(session: Reading) -> Page[WorkerResponse]:
     now = session.scalar(select(database_now())) or 0.0
     rows = session.scalars(select(Worker).order_by(Worker.id.desc())).all()
-    own = set(session.scalars(select(Job.id).where(Job.status == "running")))
+    jobs = session.execute(
+        select(Job.worker_id, Job.id, Job.owner).where(Job.status == "running").order_by(Job.id),
+        execution_options=OF_EVERYONE,
+    )
+    running: dict[str | None, list[str]] = {}
+    for worker_id, job_id, owner in jobs:
+        running.setdefault(worker_id, []).append(job_id if session.shows(owner) else ANOTHER_KEYS_JOB)
     data = [
         WorkerResponse(
             id=row.id,
@@ -73,7 +79,7 @@ def list_workers(session: Reading) -> Page[WorkerResponse]:
             alive=row.heartbeat_at > now - SILENT_SECONDS,
             devices=row.devices,
             labels=row.labels,
-            running=[job_id if job_id in own else ANOTHER_KEYS_JOB for job_id in dict.fromkeys(row.running)],
+            running=running.get(row.id, []),
         )
         for row in rows
     ]

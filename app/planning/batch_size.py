@@ -27,7 +27,7 @@ from app.planning.learning_rate import default_rate
 from app.planning.memory import OPTIMIZER_STATES
 from app.planning.planner import Question, recipe_of_rank
 from app.planning.recipes import least_capable, make_recipe, unsupported
-from app.planning.responses import RawQuestion, answer, answer_raw, change_to_simulate
+from app.planning.responses import RawQuestion, answer, answer_raw, step_to_simulate
 from app.planning.schemas import (
     BatchSizeRequest,
     BatchSizeResponse,
@@ -109,8 +109,8 @@ async def calculate(
         for _ in range(
             0 if profile_warnings else _MAX_SIMULATED_CHANGES
         ):  # a warning means that no simulation was finished in time
-            change = change_to_simulate(found, looked_up.question)
-            if change is None or await wait_for_profile(change.recipe, change.sequence):
+            step = step_to_simulate(found, looked_up.question)
+            if step is None or await wait_for_profile(*step):
                 break
             found = await answered()
     return found

@@ -210,16 +210,17 @@ def solve(question: Question, known: PlannerEvidence) -> Solution:
     beyond which throughput stops growing.
 
     If the model may be sharded, the solution is the first that fits of ddp and the stages of fsdp: each
-    divides more among the devices, and exchanges more.
+    divides more among the devices, and exchanges more. If none fits, it is the one that needs the least.
     """
     copied = _solve_as(question, known)
     may_shard = question.may_shard and is_shardable(question.recipe) and len(question.devices) > 1
     if copied.fits or not may_shard:
         return copied
-    divided = (
-        _solve_as(replace(question, strategy="fsdp", zero_stage=stage), known) for stage in ZERO_STAGES
-    )
-    return next((each for each in divided if each.fits), copied)
+    for stage in ZERO_STAGES:
+        divided = _solve_as(replace(question, strategy="fsdp", zero_stage=stage), known)
+        if divided.fits:
+            return divided
+    return min((divided, copied), key=lambda each: each.tightest.memory.peak_process_bytes)
 
 
 def _solve_as(question: Question, known: PlannerEvidence) -> Solution:
@@ -410,5 +411,6 @@ def _alternative(change: str, solution: Solution, *, is_planned: bool) -> Altern
         peak_process_bytes=solution.tightest.memory.peak_process_bytes,
         one_sample_bytes=solution.estimate.memory(1).peak_process_bytes,
         source=solution.estimate.source,
+        zero_stage=solution.question.zero_stage if solution.is_sharded else None,
         predicted_samples_per_second=solution.samples_per_second,
     )

@@ -7,12 +7,20 @@ from app.contract.accumulation import MAX_ACCUMULATION_STEPS
 from app.contract.architecture import Architecture
 from app.contract.memory_profile import Recipe
 from app.contract.plan import Alternative, Source
-from app.contract.spec import MemoryLimits
-from app.planning.changes import Change, changes
+from app.contract.spec import MemoryLimits, Strategy
+from app.planning.changes import changes
 from app.planning.devices import GIB, Device
 from app.planning.estimate import Estimate
 from app.planning.memory import Memory
-from app.planning.planner import PlannerEvidence, Question, Rank, Solution, alternatives, solve
+from app.planning.planner import (
+    PlannerEvidence,
+    Question,
+    Rank,
+    Solution,
+    alternatives,
+    recipe_of_rank,
+    solve,
+)
 from app.planning.schemas import BatchSizeResponse, DeviceSplit
 from app.planning.sharding import DIVIDED
 
@@ -39,16 +47,24 @@ def answer(
     )
 
 
-def change_to_simulate(answered: BatchSizeResponse, question: Question) -> Change | None:
-    """The smallest change that makes the step fit, if the step does not fit and that change was only
-    estimated by formula; otherwise None."""
+def step_to_simulate(answered: BatchSizeResponse, question: Question) -> tuple[Recipe, int] | None:
+    """The recipe and the sample length of a device's step with the smallest change that makes it fit, if it
+    does not fit without and that change was only estimated by formula; otherwise None."""
     if answered.fits:
         return None
     least = next((other for other in answered.alternatives if other.fits), None)
     if least is None or least.source != "formula":
         return None
     others = changes(question.recipe, question.sequence)
-    return next((change for change in others if change.description == least.change), None)
+    change = next((change for change in others if change.description == least.change), None)
+    if change is None:
+        return None
+    strategy: Strategy = "ddp" if least.zero_stage is None else "fsdp"
+    ranks = len(question.devices)
+    recipe = change.recipe
+    if ranks > 1:
+        recipe = recipe_of_rank(recipe, ranks, strategy, least.zero_stage or 3)
+    return recipe, change.sequence
 
 
 @dataclass(frozen=True)
@@ -185,7 +201,7 @@ def _explain(solution: Solution, others: list[Alternative]) -> str:
         return (
             f"{_BY[source]} {_counted(question, rows)} at a time take"
             f"{'s' * (rows == 1)} {peak:.2f} GiB, but only {limit:.2f} GiB{where} may be used: it does "
-            "not fit. "
+            f"not fit{_even_sharded(solution)}. "
             f"{remedy}"
         )
     return (
@@ -194,6 +210,16 @@ def _explain(solution: Solution, others: list[Alternative]) -> str:
         f"{_unit(question, solution.micro_batch)} on each. {_BY[source]} with "
         f"{_counted(question)}, that takes {peak:.2f} of the {limit:.2f} GiB{where} that may be used."
         + _sharding(solution)
+    )
+
+
+def _even_sharded(solution: Solution) -> str:
+    if not solution.is_sharded:
+        return ""
+    stage = solution.question.zero_stage
+    return (
+        f", even if {DIVIDED[stage]} are sharded across the {len(solution.ranks)} devices "
+        f"(fsdp, ZeRO stage {stage})"
     )
 
 

@@ -4,6 +4,8 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
+from app.memory_profiles import profiles
+from app.memory_profiles.profiles import ProfileKey
 from app.settings import Settings
 
 ROOT = "/gradient-accumulation"
@@ -162,6 +164,30 @@ def test_a_model_of_which_no_copy_fits_is_sharded_as_for_a_job(client: TestClien
     body = {**FULL_8B, "gpus": four}
     answer = client.post(f"{ROOT}/tool-configs/trl", json=body)
     assert answer.status_code == 422, "a configuration for TRL gives each device a full copy"
+
+
+def test_a_model_that_does_not_fit_even_if_sharded(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer has the memory of a part, and the step of a part is simulated for the change that would fit."""
+    simulated = []
+
+    async def simulate(database: object, wanted: ProfileKey, *_: object) -> list[str]:
+        simulated.append(wanted.recipe)
+        return []
+
+    monkeypatch.setattr(profiles, "wait_for", simulate)
+    body = {**FULL_8B, "gpus": ["24GB"] * 4, "gradient_checkpointing": False, "wait_seconds": 1}
+    answer = client.post(f"{ROOT}/calculate-batch-size", json=body).json()
+    assert (answer["fits"], answer["strategy"], answer["zero_stage"]) == (False, "fsdp", 3)
+    assert (
+        "it does not fit, even if weights, gradients and the optimizer's states are sharded across the 4 "
+        "devices (fsdp, ZeRO stage 3)" in answer["explanation"]
+    )
+    least = answer["alternatives"][0]
+    assert (least["fits"], least["zero_stage"], least["source"]) == (True, 3, "formula")
+    assert [(each.parts, each.zero_stage) for each in simulated[1:]] == [(4, 3)] * (len(simulated) - 1)
+    assert len(simulated) > 2
 
 
 @pytest.mark.parametrize("micro_batch", [None, 8, 64])

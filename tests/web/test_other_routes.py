@@ -4,8 +4,12 @@ from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
+from sqlalchemy import update
 
+from app.settings import Settings
+from app.storage.tables import Job, Worker
 from app.web import static_files, validation_errors
+from tests.harness.requests import JOB, PATH, service
 
 ROOT = "/gradient-accumulation"
 
@@ -284,3 +288,23 @@ def test_integers_with_hundreds_of_digits_are_rejected_in_uploads_too(client: Te
         answer = client.post("/v1/files", files={"file": ("a.jsonl", content)}, data={"purpose": "fine-tune"})
         assert answer.status_code == status, answer.text
     assert "Line 1" in answer.text or "line 1" in answer.text
+
+
+def test_a_worker_s_jobs_are_those_that_it_holds_now(settings: Settings) -> None:
+    """The list that a worker reported last may name jobs that have ended, or that another one has."""
+    with service(settings) as (client, mine):
+        ids = [
+            client.post(f"{PATH}/with-accumulation", json=JOB, headers=mine).json()["id"] for _ in range(3)
+        ]
+        stale, newer = "worker-1", "worker-2"
+        with client.app.state.database.writing() as session:  # type: ignore[attr-defined]
+            for name in (stale, newer):
+                at = {"started_at": 0.0, "heartbeat_at": 0.0}
+                session.add(Worker(id=name, hostname=name, devices=[], running=ids, labels={}, **at))
+            other = {"status": "running", "worker_id": newer}
+            session.execute(update(Job).where(Job.id == ids[0]).values(**other))
+            session.execute(update(Job).where(Job.id == ids[1]).values(owner="key-other", **other))
+        listed = client.get(f"{ROOT}/workers", headers=mine).json()["data"]
+        running = {each["id"]: each["running"] for each in listed}
+        assert running.pop(stale) == []
+        assert sorted(running.pop(newer)) == ["another key's job", ids[0]]
