@@ -99,6 +99,11 @@ def find_for_planning(name: str, settings: Settings) -> PlannableModel:
         return replace(found, architecture=architecture)
 
 
+def full_name(name: str, settings: Settings) -> str:
+    """The name under which other tools find a model: for a short name of the catalogue, its id on the hub."""
+    return name if _local_folder(name, settings) is not None else catalogue.ALIASES.get(name.lower(), name)
+
+
 def path_of(model: ModelReference, settings: Settings) -> str:
     """Where a process on this machine finds a model's files: a folder, or a name on the hub.
 

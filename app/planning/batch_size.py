@@ -201,7 +201,7 @@ async def configure_tool(
         found = config_for(
             tool,
             ToolJob(
-                model=requested.model_name or "",
+                model=base_models.full_name(requested.model_name or "", settings),
                 objective=requested.objective,
                 method=method,
                 split=split,
@@ -242,12 +242,14 @@ async def recommend_train_job(
     """
     job = TrlJob(train_job)
     for gpu in gpus:
-        answered = await calculate(request, job.request(gpu), settings, database, may_shard=False)
+        requested = job.request(gpu)
+        answered = await calculate(request, requested, settings, database, may_shard=False)
         if answered.fits:
             break
     else:
         raise Unprocessable(f"No resources are recommended. {answered.explanation}", field="gpu")
     split = job.split(max(1, answered.actual_batch_size_per_gpu))
+    looked_up = await to_thread.run_sync(_look_up, requested, settings, database, False)
     return TrainJobRecommendation(
         patch=job.patch(split),
         gpu=gpu,
@@ -257,7 +259,18 @@ async def recommend_train_job(
         micro_batch_size=split.micro_batch,
         accumulation_steps=split.steps,
         explanation=answered.explanation,
-        warnings=answered.warnings,
+        warnings=[*answered.warnings, _memory_of_logits(looked_up, split.micro_batch)],
+    )
+
+
+def _memory_of_logits(looked_up: _ResolvedRequest, micro_batch: int) -> str:
+    """What TRL needs beyond what Accrue's trainer does, as a warning."""
+    question = looked_up.question
+    tokens = micro_batch * question.sequences_per_sample * question.sequence
+    size = 4 * tokens * looked_up.base.architecture.vocabulary / GIB
+    return (
+        "memory is predicted for Accrue's trainer, which never holds the logits of all tokens at once; if TRL "
+        f"does, it needs up to {size:.1f} GiB more for them, and as much for their gradient"
     )
 
 

@@ -169,7 +169,7 @@ def test_a_model_of_which_no_copy_fits_is_sharded_as_for_a_job(client: TestClien
 def test_a_model_that_does_not_fit_even_if_sharded(
     client: TestClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The answer has the memory of a part, and the step of a part is simulated for the change that would fit."""
+    """The answer has the memory of a part, which is simulated, too, for the change that would fit."""
     simulated = []
 
     async def simulate(database: object, wanted: ProfileKey, *_: object) -> list[str]:

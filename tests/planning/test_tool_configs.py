@@ -1,5 +1,6 @@
 """Configurations of other tools: the effective batch is exact, and what a tool cannot do is said."""
 
+import json
 import re
 from math import prod
 from typing import Any, get_args
@@ -10,8 +11,10 @@ from fastapi.testclient import TestClient
 from hypothesis import given
 from hypothesis import strategies as st
 
+from app.planning import catalogue
 from app.planning.tool_configs import Tool, config_for
 from app.planning.tool_configs.job import NotExpressible, split_evenly
+from app.settings import Settings
 from tests.harness.tool_jobs import LLAMA, job, words_of
 
 PATH = "/gradient-accumulation/tool-configs"
@@ -154,3 +157,18 @@ def test_what_cannot_be_written_is_said(
     assert made.status_code == status, made.text
     assert why in made.text
     assert client.post(f"{PATH}/unsloth", json=asked).status_code == 422
+
+
+def test_a_short_name_is_written_as_the_id_on_the_hub(client: TestClient, settings: Settings) -> None:
+    body = {
+        "model_name": "Llama-3.1-8b", "target_effective_batch_size": 8, "method": "lora", "gpus": ["80GB"],
+        "wait_seconds": 0,
+    }  # fmt: skip
+    written = yaml.safe_load(client.post(f"{PATH}/trl", json=body).json()["content"])
+    assert written["model_name_or_path"] == "meta-llama/Llama-3.1-8B"
+    assert settings.models_dir is not None
+    own = settings.models_dir / "Llama-3.1-8b"
+    own.mkdir(parents=True)
+    (own / "config.json").write_text(json.dumps({**catalogue.CATALOGUE["openai-community/gpt2"]}))
+    written = yaml.safe_load(client.post(f"{PATH}/trl", json=body).json()["content"])
+    assert written["model_name_or_path"] == "Llama-3.1-8b", "a folder of that name comes first"

@@ -120,3 +120,10 @@ def test_a_job_without_a_model_is_refused(client: TestClient) -> None:
     job["spec"]["trainer"]["args"] = ["--config", "trl.yaml"]
     response = client.post(PATH, json=job, params={"gpu": "80GB"})
     assert "--model_name_or_path" in response.json()["error"]["message"]
+
+
+def test_a_warning_says_what_all_logits_take(client: TestClient) -> None:
+    job = train_job(*LORA, "--per_device_train_batch_size=4", "--max_length=2048")
+    found = client.post(PATH, json=job, params={"gpu": ["80GB"]}).json()
+    size = 4 * found["micro_batch_size"] * 2048 * 128_256 / 2**30
+    assert f"up to {size:.1f} GiB more" in found["warnings"][-1]

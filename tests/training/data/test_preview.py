@@ -154,23 +154,36 @@ def test_samples_of_weight_zero_count_nothing(tmp_path: Path) -> None:
 CALL = {"type": "function", "function": {"name": "get_weather", "arguments": "{}"}}
 
 
-@pytest.mark.parametrize("renders", [True, False])
-def test_tool_calls_that_the_template_leaves_out_are_counted(tmp_path: Path, renders: bool) -> None:
+_WITH_CALLS, _WITHOUT_CALLS = (
+    "{{ tools or '' }}{% for m in messages %}<|turn|>{{ m.role }}\n{{ m.content }}"
+    + calls
+    + "<|end|>{% endfor %}{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
+    for calls in ("{{ (m.tool_calls or '') | string }}", "")
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "renders"), [(None, False), (_WITH_CALLS, True), (_WITHOUT_CALLS, False)], ids=str
+)
+def test_tool_calls_that_the_template_leaves_out_are_counted(
+    tmp_path: Path, template: str | None, renders: bool
+) -> None:
+    """The function's name elsewhere in the chat, as in the list of tools, is not its call."""
     chat = {
         "messages": [
-            {"role": "user", "content": "Rain?"},
+            {"role": "user", "content": "Rain? get_weather!"},
             {"role": "assistant", "content": "", "tool_calls": [CALL]},
-        ]
+            {"role": "tool", "content": "get_weather: dry"},
+            {"role": "assistant", "content": "No."},
+        ],
+        "tools": [{"type": "function", "function": {"name": "get_weather", "parameters": {}}}],
     }
     tokenizer = make_tokenizer()
-    if renders:
-        tokenizer.chat_template = (
-            "{% for m in messages %}<|turn|>{{ m.role }}\n{{ m.content }}{{ (m.tool_calls or '') | string }}"
-            "<|end|>{% endfor %}{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
-        )
+    if template is not None:
+        tokenizer.chat_template = template
     source = tmp_path / "data.jsonl"
     source.write_text("".join(json.dumps(each) + "\n" for each in (chat, CHAT)))
-    data = with_digest_of(source, spec("messages", examples=2, max_length=200))
+    data = with_digest_of(source, spec("messages", examples=2, max_length=400))
     looked = preview(PreviewSpec(model=model(), data=data, shown=2), source, tokenizer)
     assert looked.lengths.without_tool_calls == (0 if renders else 1)
     prepared = prepare(data, source, tokenizer, tmp_path / "p")

@@ -261,6 +261,13 @@ def test_a_template_s_own_reason_is_shown_but_nothing_of_the_data(template: str,
     assert "canary" not in str(error.value)
 
 
+@pytest.mark.parametrize("template", ["{% for m in messages %}{{ m.content }}", "{{ messages | no_filter }}"])
+def test_an_invalid_template_is_named_as_the_cause(template: str) -> None:
+    chat = Conversation([{"role": "user", "content": "hi"}], [(1, False)], None)
+    with Renderer(template, {}) as renderer, pytest.raises(NotRendered, match="is no valid template"):
+        renderer.render([chat])
+
+
 def chat_run(model: Path, tmp_path: Path, template: str) -> RunDirectory:
     messages = [{"role": "user", "content": "canary"}, {"role": "assistant", "content": "ok"}]
     (tmp_path / "data.jsonl").write_text(json.dumps({"messages": messages}) + "\n")

@@ -8,6 +8,7 @@ from typing import Any, Self
 from app.contract.data_formats import (
     Chat,
     Example,
+    Message,
     PromptCompletion,
     SingleExample,
     TextExample,
@@ -183,7 +184,7 @@ class ExampleEncoder:
             for number, texts in zip(numbers, rendered, strict=True):
                 made[number] = texts
         for (number, chat), texts in zip(chats, made, strict=True):
-            if not all(name in texts[0] for name in _called(chat)):
+            if _loses_calls(chat, *texts):
                 self._without_tool_calls.add(number)
             if chat.messages[0].role == "assistant" and chat.messages[0].weight:
                 texts[1] = _opening_within(*texts[1:3])
@@ -250,10 +251,26 @@ def _pieces(example: TextExample | PromptCompletion) -> list[Piece]:
     return [(example.prompt, False), (example.completion, True)]
 
 
-def _called(chat: Chat) -> set[str]:
-    """The names of the functions that the assistant calls in a chat."""
-    calls = [call for message in chat.messages for call in message.tool_calls or ()]
-    functions = [call.get("function", call) for call in calls]
+def _loses_calls(chat: Chat, whole: str, *parts: str) -> bool:
+    """Whether the template leaves out a call: then its function's name is missing in the turn that makes it.
+
+    Args:
+        parts: for each turn to be learned, the text before it and the text to its end.
+    """
+    learned = zip(parts[::2], parts[1::2], strict=True)
+    for message in chat.messages:
+        rendered = whole
+        if message.role == "assistant" and message.weight:
+            before, upto = next(learned)
+            rendered = upto.removeprefix(before)
+        if not all(name in rendered for name in _called(message)):
+            return True
+    return False
+
+
+def _called(message: Message) -> set[str]:
+    """The names of the functions that the assistant calls in a message."""
+    functions = [call.get("function", call) for call in message.tool_calls or ()]
     names = [function.get("name") for function in functions if isinstance(function, dict)]
     return {name for name in names if isinstance(name, str)}
 

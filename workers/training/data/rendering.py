@@ -78,6 +78,12 @@ def _texts_of(number: int, answer: dict[str, Any] | None) -> list[str]:
             f"the model's chat template took more than {CPU_SECONDS} s or {MEMORY_BYTES // 2**20} MiB for "
             "one conversation: use prompt and completion instead, or a model with a simpler template",
         )
+    if "error" in answer and answer["error"].startswith(("TemplateSyntaxError", "TemplateAssertionError")):
+        raise NotRendered(
+            number,
+            f"the model's chat template is no valid template ({answer['error']}): correct it (in "
+            "chat_template.jinja or tokenizer_config.json), or use prompt and completion instead",
+        )
     if "error" in answer:
         raise NotRendered(
             number,
