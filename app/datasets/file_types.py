@@ -31,7 +31,14 @@ _ROWS_AT_ONCE = 64
 _ROWS_BELOW = ("data", "train", "examples", "samples", "rows", "instances")
 """Keys of a JSON object below which files keep their samples."""
 _BELOW = re.compile(rf'"({"|".join(_ROWS_BELOW)})"\s*:\s*\[\s*\{{'.encode())
-_UNREADABLE = {".xlsx": "CSV", ".xls": "CSV", ".zip": "CSV, JSONL or Parquet", ".gz": "CSV, JSONL or Parquet"}
+_UNREADABLE = {
+    **dict.fromkeys((".xlsx", ".xls", ".ods"), "CSV"),
+    **dict.fromkeys((".zip", ".gz", ".bz2", ".xz", ".zst", ".7z", ".tar", ".arrow", ".feather"),
+                    "CSV, JSONL or Parquet"),
+}  # fmt: skip
+"""Types of files that are often uploaded although they cannot be read, and what to save them as."""
+
+_UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
 @dataclass(frozen=True)
@@ -67,6 +74,10 @@ def file_type_of(name: str, head: bytes) -> FileType:
         )
     if suffix in (".csv", ".tsv"):
         return "csv"
+    if head.startswith(_UTF_16):
+        raise BadFile(
+            "Not UTF-8 text, but UTF-16, as some Windows programs write it: save the file as UTF-8."
+        )
     if suffix in (".txt", ".md"):
         return "text"
     start = head.removeprefix(codecs.BOM_UTF8).lstrip()
@@ -219,7 +230,7 @@ def _check_end(text: str, file: io.TextIOWrapper) -> None:
 def _csv(path: Path, name: str, longest: int) -> Iterator[Row]:
     csv.field_size_limit(longest)
     with path.open("rb") as raw:
-        wide = raw.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # as spreadsheets write Unicode text
+        wide = raw.read(2) in _UTF_16  # as spreadsheets write Unicode text
         raw.seek(0)
         with io.TextIOWrapper(raw, encoding="utf-16" if wide else "utf-8-sig", newline="") as text:
             yield from _cells(text, Path(name).suffix.lower() == ".tsv")

@@ -56,7 +56,10 @@ def from_config(config: Mapping[str, Any]) -> Architecture:
 
 def _problem(error: Exception) -> str:
     if isinstance(error, KeyError):
-        return f"the field {str(error)[:100]} is missing"
+        what = str(error.args[0])[:200]
+        return what if what.startswith("no ") else f"the field {what!r} is missing"
+    if isinstance(error, TypeError):
+        return "a size is null, or not a number"
     return repr(str(error)[:100])
 
 
@@ -83,7 +86,8 @@ def _check_sizes(config: Mapping[str, Any]) -> None:
         if isinstance(value, (int, float)) and not abs(value) <= _LARGEST_NUMBER:
             if name in ("model_max_length", "max_position_embeddings", "n_positions"):
                 continue  # some use a huge number for "unlimited"; checked below
-            raise UnknownArchitecture(f"{name[:50]} in config.json is larger than {_LARGEST_NUMBER:,}")
+            what = f"larger than {_LARGEST_NUMBER:,}" if value == value else "not a number (NaN)"
+            raise UnknownArchitecture(f"{name[:50]} in config.json is {what}")
         if isinstance(value, list) and len(value) > _LONGEST_LIST:
             raise UnknownArchitecture(f"{name[:50]} of config.json has more than {_LONGEST_LIST} members")
 

@@ -269,8 +269,8 @@ def _memory_of_logits(looked_up: _ResolvedRequest, micro_batch: int) -> str:
     tokens = micro_batch * question.sequences_per_sample * question.sequence
     size = 4 * tokens * looked_up.base.architecture.vocabulary / GIB
     return (
-        "memory is predicted for Accrue's trainer, which never holds the logits of all tokens at once; if TRL "
-        f"does, it needs up to {size:.1f} GiB more for them, and as much for their gradient"
+        "memory is predicted for Accrue's trainer, which never holds the logits of all tokens at once; if "
+        f"TRL does, it needs up to {size:.1f} GiB more for them, and as much for their gradient"
     )
 
 

@@ -320,7 +320,7 @@ def _split(
     if question.is_planned:
         return *_planned(question, capacities), None
     split, devices = question.split, len(capacities)
-    batch = question.effective_batch or _default_batch(split.micro_batch_size or 1, devices)
+    batch = question.effective_batch or (split.micro_batch_size or 1) * devices
     by_device = split.steps_by_device
     together = sum(by_device) if by_device else (split.accumulation_steps or 1) * max(split.devices, devices)
     micro_batches = min(batch, together)
@@ -350,7 +350,7 @@ def _planned(
     held. Otherwise, and for batches that change and tuning runs, token budgets."""
     useful = [capacity.useful for capacity in capacities]
     alone = [capacity.useful_alone for capacity in capacities]
-    batch = question.effective_batch or _default_batch(sum(useful), 1)
+    batch = question.effective_batch or min(MAX_DEFAULT_BATCH, sum(useful))
     if question.constant_batch and not question.tunes and sum(useful) < batch <= sum(alone):
         sizes = [MicroBatches(share, 1) if share else NO_MICRO_BATCH for share in shares(batch, alone)]
         return [FixedCount(micro_batches=1)] * len(sizes), sizes
@@ -365,10 +365,6 @@ def _planned(
 _LEAST_BUDGET = 4096
 """A token budget is at most a whole batch, but this limit is never below 4,096 tokens, since the trainer also
 derives the fixed cost of a micro-batch from the budget (`batches.fixed_cost`)."""
-
-
-def _default_batch(micro_batch: int, devices: int) -> int:
-    return min(MAX_DEFAULT_BATCH, micro_batch * devices)
 
 
 def alternatives(solution: Solution, known: PlannerEvidence) -> list[Alternative]:

@@ -101,6 +101,21 @@ NEWER = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"num_hidden_layers": None}, "no layers: one of num_hidden_layers"),
+        ({"rms_norm_eps": float("nan")}, r"rms_norm_eps in config.json is not a number \(NaN\)"),
+        ({"rms_norm_eps": 1e300}, "rms_norm_eps in config.json is larger than"),
+        ({"vocab_size": [1]}, "a size is null, or not a number"),
+    ],
+    ids=str,
+)
+def test_an_error_says_what_is_wrong_with_a_config(changes: dict[str, Any], why: str) -> None:
+    with pytest.raises(UnknownArchitecture, match=why):
+        from_config({**NEWER, **changes})
+
+
 def test_a_family_newer_than_the_list_is_estimated() -> None:
     assert from_config(NEWER).is_estimated
     with pytest.raises(UnknownArchitecture, match="code that comes with the model"):

@@ -145,6 +145,20 @@ def test_unanswerable_requests_get_422(client: TestClient, body: dict[str, Any],
     assert answer.json()["error"]["param"] == field
 
 
+@pytest.mark.parametrize(
+    ("more", "samples"),
+    [({}, 1000), ({"target_effective_batch_size": 16}, 16), ({"gpus": ["24GB", "24GB"]}, 1000)],
+    ids=str,
+)
+def test_the_memory_of_a_given_micro_batch_is_answered(
+    client: TestClient, more: dict[str, Any], samples: int
+) -> None:
+    body = {"model_name": "gpt2", "micro_batch_size": 1000, "gpus": ["24GB"], "wait_seconds": 0, **more}
+    answer = client.post(f"{ROOT}/calculate-batch-size", json=body).json()
+    assert (answer["actual_batch_size_per_gpu"], answer["accumulation_steps"]) == (samples, 1)
+    assert answer["fits"] is (samples == 16)
+
+
 FULL_8B = {
     "model_name": "llama-3.1-8b", "gradient_checkpointing": True, "max_length": 1024, "wait_seconds": 0,
     "target_effective_batch_size": 64,
