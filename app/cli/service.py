@@ -64,6 +64,7 @@ def serve(host: Host = None, port: Port = None) -> None:
     from app.main import create_app
     from app.maintenance.ineffective_settings import ineffective_settings
     from app.runtime.parent import end_with_parent
+    from app.runtime.processes import check_port
     from app.security.local import require_keys_off_loopback
     from app.settings import LOOPBACK, get_settings
     from app.storage.migrations import migrate
@@ -75,9 +76,10 @@ def serve(host: Host = None, port: Port = None) -> None:
     configure(settings.log_level, settings.log_format)
     for message in ineffective_settings():
         structlog.get_logger().warning(message)
+    check_port(settings.host, settings.port)
+    settings.make_directories()
     app = create_app(settings)
     if settings.host not in LOOPBACK:
-        settings.make_directories()
         migrate(settings.resolved_database_url)
         if settings.oidc_issuer is None:
             require_keys_off_loopback(settings.host, app.state.database)

@@ -52,6 +52,8 @@ def find_model(name: str, settings: Settings) -> tuple[ModelReference, Plannable
         source, (config, commit) = "hub", _hub_config(name, settings)
     base = _read(name, config)
     folder = _local_folder(name, settings) if source == "local" else None
+    if folder is not None:
+        _check_weights(name, folder)
     return ModelReference(
         name=name,
         source=source,
@@ -59,6 +61,27 @@ def find_model(name: str, settings: Settings) -> tuple[ModelReference, Plannable
         fingerprint=None if folder is None else _fingerprint(name, folder),
         revision=commit or split_revision(name)[1],
     ), base
+
+
+_OTHER_WEIGHTS = {".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".npz"}
+
+
+def _check_weights(name: str, folder: Path) -> None:
+    """Checks that a folder does not have its weights in other formats only.
+
+    Raises:
+        Unprocessable: it has.
+    """
+    try:
+        kinds = {path.suffix for path in folder.iterdir()}
+    except OSError:
+        return  # the next step says why
+    if ".safetensors" not in kinds and (others := kinds & _OTHER_WEIGHTS):
+        raise Unprocessable(
+            f"The folder of the model {name} has weights only in {', '.join(sorted(others))} files, but only "
+            "safetensors are read: load the model with transformers, and save it with save_pretrained.",
+            field="model_name",
+        )
 
 
 def _fingerprint(name: str, folder: Path) -> str:

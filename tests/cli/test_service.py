@@ -1,6 +1,10 @@
 """The address that `accrue up` and `accrue serve` listen on."""
 
 import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +13,7 @@ from typer.testing import CliRunner
 from app.cli.service import commands
 from app.runtime import processes
 from app.settings import get_settings
+from tests.harness.service import free_port
 
 
 @pytest.mark.parametrize(
@@ -43,3 +48,24 @@ def test_an_impossible_port_is_refused(port: str) -> None:
     done = CliRunner().invoke(commands, ["serve", "--port", port])
     assert done.exit_code == 2
     assert "--port" in done.output
+
+
+def serving(**environment: str) -> subprocess.CompletedProcess[str]:
+    own = {**os.environ, **environment}
+    command = [sys.executable, "-m", "app.cli", "serve"]
+    return subprocess.run(command, env=own, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_a_port_in_use_ends_the_service_with_one_line(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        ended = serving(ACCRUE_PORT=port, ACCRUE_DATA_DIR=str(tmp_path / "data"))
+    assert (ended.returncode, ended.stderr.count("\n")) == (1, 1), ended.stderr
+    assert f"cannot listen on 127.0.0.1:{port}" in ended.stderr
+
+
+def test_a_data_folder_that_cannot_be_created_ends_the_service_with_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    ended = serving(ACCRUE_PORT=str(free_port()), ACCRUE_DATA_DIR=str(tmp_path / "file" / "data"))
+    assert (ended.returncode, ended.stderr.count("\n")) == (1, 1), ended.stderr
+    assert "ACCRUE_DATA_DIR" in ended.stderr

@@ -1,15 +1,19 @@
 """Models of the hub: found with a token and a revision, and pinned to a commit."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fastapi.testclient import TestClient
 
 from app.errors import Unprocessable
 from app.models import base_models
+from app.planning.catalogue import TINY_GPT2
 from app.settings import Settings
 from tests.harness.hub import COMMIT, OLDER_COMMIT, Hub, running_hub, use
+from tests.harness.requests import JOB, PATH
 from workers.training.models.tiny_gpt2 import ensure_tiny_gpt2
 
 
@@ -80,3 +84,19 @@ def test_a_revision_has_a_plain_form(client: Any, name: str) -> None:
     answer = client.post("/gradient-accumulation/calculate-batch-size", json=body)
     assert answer.status_code == 422
     assert "@revision" in answer.text
+
+
+def test_a_folder_with_weights_in_other_formats_only_is_refused(
+    client: TestClient, settings: Settings
+) -> None:
+    assert settings.models_dir is not None
+    folder = settings.models_dir / "old"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(TINY_GPT2))
+    (folder / "pytorch_model.bin").touch()
+    path, body = f"{PATH}/with-accumulation", {**JOB, "model_name": "old", "dry_run": True}
+    refused = client.post(path, json=body)
+    assert refused.status_code == 422
+    assert "weights only in .bin files" in refused.json()["error"]["message"]
+    (folder / "model.safetensors").touch()
+    assert client.post(path, json=body).status_code == 200
