@@ -80,6 +80,8 @@ class _Talk:
             self._messages.append({"role": "system", "content": system})
         self._completes = completes
         """Whether messages are completed as they are, without the chat template."""
+        if completes and system is not None:
+            typer.echo(f"--system is not used: {model} completes what you write.", err=True)
 
     def say(self, text: str) -> None:
         """Prints the answer to a message as it comes, and remembers both."""
@@ -93,7 +95,8 @@ class _Talk:
                 if error.code != NoChatTemplate.code:
                     raise
             self._completes = True
-            typer.echo(f"{self.model} has no chat template: it completes what you write.", err=True)
+            ignored = ", and --system is not used" if self._messages else ""
+            typer.echo(f"{self.model} has no chat template: it completes what you write{ignored}.", err=True)
         _print(self._completion(text))
 
     def _deltas(self, messages: list[dict[str, str]]) -> Iterator[str]:
