@@ -11,14 +11,15 @@ from importlib.resources import files
 from typing import Any
 
 from app.planning.estimated_sizes import SIZE_NAMES, TEXT_CONFIGS, TIED
+from app.planning.parameter_count import TOWER_SIZE_NAMES, TOWERS
 
 TEXT_FAMILY = "text_family"
 """In the list: the family of the part of a config that describes the language model."""
 
 
 def completed(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A config.json with the sizes that it leaves out, at the top and in its part about text, and whether the
-    output head is the embedding. A size that it gives under another name, or as null, is not added."""
+    """A config.json with the sizes that it leaves out, at the top and in its parts, and whether the output
+    head is the embedding. A size that it gives under another name, or as null, is not added."""
     family = str(config.get("model_type"))
     text_family = _defaults().get(family, {}).get(TEXT_FAMILY)
     found = _with_sizes(config, family)
@@ -30,7 +31,21 @@ def completed(config: Mapping[str, Any]) -> dict[str, Any]:
                 tied = part.get(TIED, tied)
             given = part if tied is None else {**part, TIED: tied}
             found[name] = _with_sizes(given, str(part.get("model_type") or text_family))
+    for name in TOWERS:
+        if isinstance(part := config.get(name), Mapping):
+            found[name] = _with_tower_sizes(part, _defaults().get(family, {}).get(name, {}))
     return found
+
+
+def _with_tower_sizes(part: Mapping[str, Any], defaults: Mapping[str, int]) -> dict[str, Any]:
+    added = {
+        name: value
+        for synonyms in TOWER_SIZE_NAMES
+        if all(part.get(name) is None for name in synonyms)
+        for name, value in defaults.items()
+        if name in synonyms
+    }
+    return {**part, **added}
 
 
 def _with_sizes(part: Mapping[str, Any], family: str) -> dict[str, Any]:

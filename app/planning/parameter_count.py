@@ -107,15 +107,15 @@ def in_embeddings(family: str, config: Config, hidden: int, vocabulary: int, lay
 
 def in_towers(family: str, config: Config) -> int:
     """Parameters of the encoders of images and sound that are loaded with a language model."""
-    towers = () if family in _TEXT_ALONE else (config.get("vision_config"), config.get("audio_config"))
-    return sum(_in_tower(family, tower) for tower in towers if isinstance(tower, Mapping))
+    towers = () if family in _TEXT_ALONE else TOWERS
+    return sum(_in_tower(family, tower) for name in towers if isinstance(tower := config.get(name), Mapping))
 
 
 def _in_tower(family: str, tower: Config) -> int:
-    layers = _size(tower, "num_hidden_layers", "depth", "layers", "conf_num_hidden_layers")
-    widths = ("embed_dim", "hidden_size") if family == "qwen2_vl" else ("hidden_size", "embed_dim", "width")
-    hidden = _size(tower, *widths)
-    inner = _size(tower, "intermediate_size") or max(0, int(float(tower.get("mlp_ratio") or 4) * hidden))
+    layer_counts, widths, inner_widths = TOWER_SIZE_NAMES
+    layers = _size(tower, *layer_counts)
+    hidden = _size(tower, *(("embed_dim", "hidden_size") if family == "qwen2_vl" else widths))
+    inner = _size(tower, *inner_widths) or max(0, int(float(tower.get("mlp_ratio") or 4) * hidden))
     total = layers * (4 * hidden**2 + 2 * hidden * inner)
     if family == "qwen2_5_vl":  # its feed-forward has a gate
         total += layers * hidden * inner
@@ -124,6 +124,16 @@ def _in_tower(family: str, tower: Config) -> int:
         total += merged * (merged + _size(tower, "out_hidden_size", "hidden_size"))
     return total
 
+
+TOWERS = ("vision_config", "audio_config")
+"""The parts of a config about encoders of images and sound."""
+
+TOWER_SIZE_NAMES = (
+    ("num_hidden_layers", "depth", "layers", "conf_num_hidden_layers"),
+    ("hidden_size", "embed_dim", "width"),
+    ("intermediate_size",),
+)
+"""The names of a tower's layers, width and inner width."""
 
 _MERGING_TOWERS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 """Families with a feed-forward that joins neighbouring patches of an image. In Qwen2-VL, `hidden_size` is the

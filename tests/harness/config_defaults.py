@@ -11,12 +11,13 @@ from app.planning import config_defaults
 from app.planning.config_defaults import TEXT_FAMILY
 from app.planning.estimated_sizes import SIZE_NAMES, TEXT_CONFIGS, TIED
 from app.planning.families import FAMILIES, MULTIMODAL
+from app.planning.parameter_count import TOWER_SIZE_NAMES, TOWERS
 
 FILE = Path(config_defaults.__file__).with_suffix(".json")
 
 
 def default_sizes() -> dict[str, dict[str, Any]]:
-    """The sizes by family, and the family of its part about text."""
+    """The sizes by family, those of its towers, and the family of its part about text."""
     found = {}
     text_families: set[str] = set()
     for family in sorted(FAMILIES | MULTIMODAL):
@@ -37,7 +38,14 @@ def _of(family: str) -> dict[str, Any]:
         sizes[TIED] = tied
     text = next((part for name, part in config.sub_configs.items() if name in TEXT_CONFIGS), None)
     text_family = getattr(text, "model_type", "")
-    return sizes | ({TEXT_FAMILY: text_family} if text_family else {})
+    if text_family:
+        sizes[TEXT_FAMILY] = text_family
+    return sizes | {name: own for name in TOWERS if (own := _of_tower(config.sub_configs.get(name)))}
+
+
+def _of_tower(config: Any) -> dict[str, int]:
+    names = [name for synonyms in TOWER_SIZE_NAMES for name in synonyms]
+    return {name: value for name in names if type(value := getattr(config, name, None)) is int}
 
 
 def as_text(sizes: dict[str, dict[str, Any]]) -> str:

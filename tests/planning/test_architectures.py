@@ -223,6 +223,11 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "n_embd": 1024, "n_layer": 4, "n_head": 16, "n_inner": 4096, "n_positions": 2048, "multi_query": True,
         "vocab_size": 2000,
     },
+    "smolvlm": {  # with the default depth and inner width of a tower
+        "text_config": {**_TEXT_OF_VL, "model_type": "llama", "vocab_size": 100_000},
+        "vision_config": {"hidden_size": 768, "image_size": 512, "patch_size": 16, "num_attention_heads": 12},
+        "tie_word_embeddings": False,
+    },
     "qwen2_vl": {
         "text_config": {**_TEXT_OF_VL, "tie_word_embeddings": False},
         "vision_config": {
