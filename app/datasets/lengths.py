@@ -9,7 +9,7 @@ import hashlib
 from sqlalchemy import delete, func, select
 
 from app.contract.preview import Lengths, PreviewSpec
-from app.contract.spec import Spec
+from app.contract.spec import DataSpec, Spec
 from app.devices import live_workers
 from app.storage.database import Database, database_now, insert_for
 from app.storage.session import OF_EVERYONE, Session
@@ -109,3 +109,21 @@ def _key(order: PreviewSpec) -> str:
     """A digest of everything that the lengths depend on."""
     content = order.model_copy(update={"shown": 0}).model_dump_json()
     return hashlib.sha256(content.encode()).hexdigest()[:32]
+
+
+def warning_of_lengths(data: DataSpec, measured: Lengths) -> str | None:
+    """A warning if samples are longer than `max_length`, and will be cut off or end the job."""
+    if measured.longest <= data.max_length or data.overlength == "split":
+        return None
+    over = max(1, measured.over_max_length)
+    be = "is" if over == 1 else "are"
+    what = (
+        f"{over:,} of {max(over, measured.examples):,} measured samples {be} longer than max_length "
+        f"{data.max_length} (the longest has {measured.longest:,} tokens)"
+    )
+    if data.overlength == "error":
+        remedy = "raise max_length, or set another overlength"
+        return f"{what}, so the job will end with the error overlength: {remedy}"
+    lost = measured.without_targets
+    rest = f", and in {lost:,} of the measured samples, nothing is left that counts toward the loss"
+    return f"{what} and will be cut off there{rest if lost else ''}"

@@ -139,7 +139,8 @@ def check(
         inputs.request_profile(profile_key)
     fewer = _fewer_steps(config, spec, plan)
     labels = None if measured is None else warning_of_labels(measured.unused_keys, training.objective)
-    warnings = tuple(filter(None, (requested.sharing().warning, devices.warning, fewer, labels)))
+    cut = None if measured is None else lengths.warning_of_lengths(spec.data, measured)
+    warnings = tuple(filter(None, (requested.sharing().warning, devices.warning, fewer, labels, cut)))
     if warnings:
         plan = plan.model_copy(update={"warnings": (*plan.warnings, *warnings)})
     submission = Submission(

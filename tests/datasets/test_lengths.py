@@ -7,7 +7,7 @@ import pytest
 from sqlalchemy import select, update
 
 from app.contract.preview import Lengths, PreviewSpec
-from app.contract.spec import Spec
+from app.contract.spec import Overlength, Spec
 from app.datasets import content, files, lengths, previews
 from app.planning.plan import sample_length_of
 from app.settings import Settings
@@ -186,3 +186,29 @@ def test_packed_rows_are_as_long_as_max_length(spec: Spec) -> None:
     packed = spec.model_copy(update={"data": spec.data.model_copy(update={"packing": True})})
     assert lengths.measurement_request(packed) is None
     assert lengths.measurement_request(spec.model_copy(update={"compile": True})) is None
+
+
+@pytest.mark.parametrize(
+    ("overlength", "longest", "over", "without", "warning"),
+    [
+        ("truncate", 1000, 0, 5, None),
+        ("split", 5000, 3, 0, None),
+        ("truncate", 1001, 0, 0, "1 of 50 measured samples is longer than max_length 1000 (the longest has "
+         "1,001 tokens) and will be cut off there"),
+        ("truncate", 5000, 3, 2, "3 of 50 measured samples are longer than max_length 1000 (the longest has "
+         "5,000 tokens) and will be cut off there, and in 2 of the measured samples, nothing is left that "
+         "counts toward the loss"),
+        ("error", 5000, 3, 0, "3 of 50 measured samples are longer than max_length 1000 (the longest has "
+         "5,000 tokens), so the job will end with the error overlength: raise max_length, or set another "
+         "overlength"),
+    ],
+)  # fmt: skip
+def test_a_warning_says_how_many_samples_are_too_long(
+    spec: Spec, overlength: Overlength, longest: int, over: int, without: int, warning: str | None
+) -> None:
+    data = spec.data.model_copy(update={"max_length": 1000, "overlength": overlength})
+    measured = Lengths(
+        examples=50, shortest=1, median=1, mean=1, longest=longest, over_max_length=over,
+        without_targets=without, target_share=1.0, histogram=(),
+    )  # fmt: skip
+    assert lengths.warning_of_lengths(data, measured) == warning
