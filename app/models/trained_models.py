@@ -53,10 +53,13 @@ def jobs_with_model(session: Session, settings: Settings) -> Iterator[Job]:
 def find(session: Session, settings: Settings, name: str) -> Job:
     """The job that made a model.
 
+    Args:
+        name: the model's name, or the job's id, as in requests to the model.
+
     Raises:
         NotFound: no model has that name, or the model was deleted.
     """
-    job = _of_name(session, name)
+    job = session.get(Job, name) if name.startswith("ftjob-") else _of_name(session, name)
     if job is None or not has_model(job, settings):
         raise _unknown(name)
     return job

@@ -52,6 +52,16 @@ def test_a_job_does_not_start_from_a_model_whose_files_are_being_deleted(
         trained_models.remove(database, settings, name_of(database, source))
 
 
+def test_a_model_is_found_by_its_name_and_by_its_job_s_id(database: Database, settings: Settings) -> None:
+    source, _ = succeeded(database, settings)
+    with database.reading() as session:
+        for name in (source, trained_models.name_of(transitions.get(session, source))):
+            assert trained_models.find(session, settings, name).id == source
+        for name in ("ftjob-nope", source.removeprefix("ftjob-")):
+            with pytest.raises(NotFound):
+                trained_models.find(session, settings, name)
+
+
 def test_only_trained_models_can_be_deleted(database: Database, settings: Settings) -> None:
     with pytest.raises(NotFound, match="No model has the name"):
         trained_models.remove(database, settings, "nope")
