@@ -47,7 +47,7 @@ from app.storage.waits import WaitLimiter
 from app.sweeps import routes as sweep_routes
 from app.usage import routes as usage_routes
 from app.web import dashboard, documentation, error_bodies, openapi
-from app.web.concurrency import ConcurrencyLimit, SlowWork, Turns
+from app.web.concurrency import ConcurrencyLimit, SlowWork, ThreadTurns
 from app.web.downloads import Downloads
 from app.web.event_stream import EventStream
 from app.web.head_requests import HeadRequests
@@ -64,9 +64,6 @@ _MIN_GZIP_BYTES = 2**14
 
 _MOST_DIGITS = sys.int_info.str_digits_check_threshold
 """The most digits of an integer in JSON: 640, the least that Python can be set to."""
-
-_THREADS, _THREADS_PER_KEY = 40, 8
-"""Of anyio's threads, which all requests share, and how many of them the requests of one key may use."""
 
 _NOT_COMPRESSED = (*DEFAULT_EXCLUDED_CONTENT_TYPES, "application/x-tar", "application/jsonl")
 
@@ -180,7 +177,7 @@ def _add_state(app: FastAPI, settings: Settings, authenticate: Authenticate | No
     state.planning_cache = ShortCache()
     state.waits = WaitLimiter()
     state.downloads = Downloads()
-    state.thread_turns = Turns(per_key=_THREADS_PER_KEY, total=_THREADS)
+    state.thread_turns = ThreadTurns()
     state.slow_work, state.list_work, state.answer_work = SlowWork(), SlowWork(), SlowWork()
     state.result_work = SlowWork()
     state.comparisons = ConcurrencyLimit("comparisons", per_key=2, total=6)

@@ -42,8 +42,6 @@ _QUESTIONS = {"prompt", "messages", "conversations", "instruction"}
 _ANSWERS = {"completion", "output", "chosen", "rejected"}
 _ANSWERS_TO: dict[str, tuple[str, ...]] = {
     "prompt": ("completion", "chosen", "rejected"),
-    "messages": ("chosen", "rejected"),
-    "conversations": ("chosen", "rejected"),
     "instruction": _OUTPUTS,
 }
 _QUESTIONS_OF: dict[str, tuple[str, ...]] = {
@@ -52,7 +50,10 @@ _QUESTIONS_OF: dict[str, tuple[str, ...]] = {
     "chosen": ("prompt", "messages"),
     "rejected": ("prompt", "messages"),
 }
-_LABELLED = ("text", "prompt", "completion", "messages")
+_MAIN_FIELDS = (
+    "text", "prompt", "completion", "messages", "conversations", "instruction", *_OUTPUTS, "chosen",
+    "rejected",
+)  # fmt: skip
 
 
 class BadShape(ValueError):
@@ -61,8 +62,8 @@ class BadShape(ValueError):
 
 def mapped(row: Mapping[str, Any], columns: Mapping[ColumnField, str]) -> dict[str, Any]:
     """The fields of a row, taken from the columns that were assigned to them. Fields that accompany them (the
-    weight, the label, a chat's tools, an instruction's input, a prompt's answer) are kept if they have their
-    usual names.
+    weight, a chat's tools, an instruction's input) are kept if they have their usual names, and so are those
+    without which they would be no sample (a prompt's answer, an answer's prompt).
 
     Args:
         columns: maps our fields to the row's columns.
@@ -73,14 +74,14 @@ def mapped(row: Mapping[str, Any], columns: Mapping[ColumnField, str]) -> dict[s
     missing = sorted(set(columns.values()) - row.keys())
     if missing:
         raise BadShape(f"has no column {missing[0]!r:.120}; it has {_names(row)}")
-    belonging = _belonging(columns.keys())
+    belonging = _kept_beside(columns.keys())
     kept = {name: row[name] for name in sorted(belonging) if name in row and name not in columns.values()}
     return {**kept, **{field: row[column] for field, column in columns.items()}}
 
 
-def _belonging(assigned: Set[str]) -> set[str]:
+def _kept_beside(assigned: Set[str]) -> set[str]:
     """The fields that are kept beside those to which columns are assigned, if a row has them."""
-    found = {"weight", "label"}.union(*(_BELONGING.get(field, ()) for field in assigned))
+    found = {"weight"}.union(*(_BELONGING.get(field, ()) for field in assigned))
     if assigned & set(_INPUTS):
         found -= set(_INPUTS)
     if not assigned & _ANSWERS:
@@ -89,7 +90,9 @@ def _belonging(assigned: Set[str]) -> set[str]:
         found = found.union(*(_QUESTIONS_OF.get(field, ()) for field in assigned))
     if assigned & {"chosen", "rejected"}:
         found |= {"chosen", "rejected"}
-    return found.union(_LABELLED) if assigned == {"label"} else found
+    if not assigned - {"weight", "label"}:
+        found = found.union(_MAIN_FIELDS, *_BELONGING.values())
+    return found
 
 
 def canonical(row: dict[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from anyio import to_thread
-from sqlalchemy import and_, delete, func, select, update
+from sqlalchemy import BigInteger, and_, cast, delete, func, select, update
 
 from app import PACKAGES_FOLDER
 from app.contract.architecture import Architecture
@@ -158,7 +158,7 @@ def with_exact_parameter_count(session: Session, architecture: Architecture) -> 
         return architecture
     curve, recipe = StoredProfile.content["curve"], StoredProfile.recipe
     profiles = session.execute(
-        select(recipe, curve["parameters"].as_integer(), curve["trainable"].as_integer())
+        select(recipe, *(cast(curve[name].as_string(), BigInteger) for name in ("parameters", "trainable")))
         .where(
             StoredProfile.architecture == architecture.fingerprint,
             func.coalesce(recipe["scores"].as_integer(), 0) == 0,  # those with scores have no output head

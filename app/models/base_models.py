@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -52,8 +53,6 @@ def find_model(name: str, settings: Settings) -> tuple[ModelReference, Plannable
         source, (config, commit) = "hub", _hub_config(name, settings)
     base = _read(name, config)
     folder = _local_folder(name, settings) if source == "local" else None
-    if folder is not None:
-        _check_weights(name, folder)
     return ModelReference(
         name=name,
         source=source,
@@ -63,23 +62,23 @@ def find_model(name: str, settings: Settings) -> tuple[ModelReference, Plannable
     ), base
 
 
-_OTHER_WEIGHTS = {".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".npz"}
+_OTHER_WEIGHTS = re.compile(r"(pytorch_model|tf_model|flax_model|consolidated).*|.*\.gguf")
+"""Names of files with weights in other formats than safetensors."""
 
 
-def _check_weights(name: str, folder: Path) -> None:
-    """Checks that a folder does not have its weights in other formats only.
+def check_weights(name: str, settings: Settings) -> None:
+    """Checks that the folder of a local model does not have its weights in other formats only.
 
     Raises:
         Unprocessable: it has.
     """
-    try:
-        kinds = {path.suffix for path in folder.iterdir()}
-    except OSError:
-        return  # the next step says why
-    if ".safetensors" not in kinds and (others := kinds & _OTHER_WEIGHTS):
+    folder = _local_folder(name, settings)
+    names = sorted(path.name for path in folder.iterdir()) if folder is not None else []
+    other = next(filter(_OTHER_WEIGHTS.fullmatch, names), None)
+    if other is not None and not any(each.endswith(".safetensors") for each in names):
         raise Unprocessable(
-            f"The folder of the model {name} has weights only in {', '.join(sorted(others))} files, but only "
-            "safetensors are read: load the model with transformers, and save it with save_pretrained.",
+            f"The folder of the model {name} has weights in {other}, but only safetensors are read: load the "
+            "model with transformers, and save it with save_pretrained.",
             field="model_name",
         )
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from anyio import to_thread
 from fastapi import Request
 
 from app.contract.accumulation import Precision
@@ -68,12 +67,12 @@ async def calculate(
     Args:
         may_shard: whether the devices may divide a model of which full copies do not fit.
     """
-    key_id = request.state.caller.key_id
+    key_id, turns = request.state.caller.key_id, request.app.state.thread_turns
 
     async def in_thread(work: Callable[[], BatchSizeResponse], *, is_slow: bool) -> BatchSizeResponse:
         slow_work = request.app.state.slow_work
         found: BatchSizeResponse = await (
-            slow_work.run(key_id, work) if is_slow else to_thread.run_sync(work)
+            slow_work.run(key_id, work) if is_slow else turns.read(key_id, work)
         )
         return found
 
@@ -84,7 +83,7 @@ async def calculate(
     waits: WaitLimiter = request.app.state.waits
     seconds = requested.wait_seconds if waits.has_place(key_id) else 0.0
     until = time.monotonic() + seconds
-    looked_up = await to_thread.run_sync(_look_up, requested, settings, database, may_shard)
+    looked_up = await turns.read(key_id, partial(_look_up, requested, settings, database, may_shard))
 
     is_slow = len(looked_up.question.devices) > _MANY_DEVICES
 
@@ -187,7 +186,9 @@ async def configure_tool(
     answered = await calculate(request, requested, settings, database, may_shard=False)
     if not answered.fits:
         raise Unprocessable(f"No configuration is written. {answered.explanation}", field="model_name")
-    question = (await to_thread.run_sync(_look_up, requested, settings, database, False)).question
+    look_up = partial(_look_up, requested, settings, database, False)
+    looked_up = await request.app.state.thread_turns.read(request.state.caller.key_id, look_up)
+    question = looked_up.question
     method = method_spec(requested.method)
     rate = requested.learning_rate or default_rate(requested.objective, adapters=method.lora is not None)
     # These tools give every device the same micro-batch: that of the smallest device.
@@ -249,7 +250,8 @@ async def recommend_train_job(
     else:
         raise Unprocessable(f"No resources are recommended. {answered.explanation}", field="gpu")
     split = job.split(max(1, answered.actual_batch_size_per_gpu))
-    looked_up = await to_thread.run_sync(_look_up, requested, settings, database, False)
+    look_up = partial(_look_up, requested, settings, database, False)
+    looked_up = await request.app.state.thread_turns.read(request.state.caller.key_id, look_up)
     return TrainJobRecommendation(
         patch=job.patch(split),
         gpu=gpu,

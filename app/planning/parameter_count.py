@@ -121,7 +121,12 @@ def _in_tower(family: str, tower: Config) -> int:
         total += layers * hidden * inner
     if family in _MERGING_TOWERS:
         merged = hidden * (_size(tower, "spatial_merge_size") or 2) ** 2
-        total += merged * (merged + _size(tower, "out_hidden_size", "hidden_size"))
+        deeper = tower.get(
+            "deepstack_visual_indexes"
+        )  # layers of Qwen3-VL after which there is one more each
+        mergers = 1 + (len(deeper) if isinstance(deeper, list) else 0)
+        total += mergers * merged * (merged + _size(tower, "out_hidden_size", "hidden_size"))
+        total += hidden * _size(tower, "num_position_embeddings")
     return total
 
 

@@ -210,17 +210,31 @@ def solve(question: Question, known: PlannerEvidence) -> Solution:
     beyond which throughput stops growing.
 
     If the model may be sharded, the solution is the first that fits of ddp and the stages of fsdp: each
-    divides more among the devices, and exchanges more. If none fits, it is the one that needs the least.
+    divides more among the devices, and exchanges more.
     """
     copied = _solve_as(question, known)
-    may_shard = question.may_shard and is_shardable(question.recipe) and len(question.devices) > 1
-    if copied.fits or not may_shard:
+    if copied.fits or not _may_shard(question):
         return copied
-    for stage in ZERO_STAGES:
-        divided = _solve_as(replace(question, strategy="fsdp", zero_stage=stage), known)
-        if divided.fits:
-            return divided
-    return min((divided, copied), key=lambda each: each.tightest.memory.peak_process_bytes)
+    divided = (
+        _solve_as(replace(question, strategy="fsdp", zero_stage=stage), known) for stage in ZERO_STAGES
+    )
+    return next((each for each in divided if each.fits), copied)
+
+
+def solve_closest(question: Question, known: PlannerEvidence) -> Solution:
+    """As `solve`; but if nothing fits, not even one sample beside a full copy of the model, the solution that
+    divides the most, if it needs less."""
+    solution = solve(question, known)
+    fits_one = all(rank.capacity.largest for rank in solution.ranks)
+    if solution.fits or fits_one or not _may_shard(question):
+        return solution
+    divided = _solve_as(replace(question, strategy="fsdp", zero_stage=ZERO_STAGES[-1]), known)
+    least, copied = (each.tightest.memory.peak_process_bytes for each in (divided, solution))
+    return divided if least < copied else solution
+
+
+def _may_shard(question: Question) -> bool:
+    return question.may_shard and is_shardable(question.recipe) and len(question.devices) > 1
 
 
 def _solve_as(question: Question, known: PlannerEvidence) -> Solution:

@@ -20,6 +20,7 @@ from app.planning.planner import (
     alternatives,
     recipe_of_rank,
     solve,
+    solve_closest,
 )
 from app.planning.schemas import BatchSizeResponse, DeviceSplit
 from app.planning.sharding import DIVIDED
@@ -35,7 +36,7 @@ def answer(
     question: Question, known: PlannerEvidence, model_name: str, warnings: list[str]
 ) -> BatchSizeResponse:
     """The planner's split, its predicted memory, and the alternatives to it."""
-    solution = solve(question, known)
+    solution = solve_closest(question, known)
     others = alternatives(solution, known)
     return _answer(
         solution,
@@ -201,7 +202,7 @@ def _explain(solution: Solution, others: list[Alternative]) -> str:
         return (
             f"{_BY[source]} {_counted(question, rows)} at a time take"
             f"{'s' * (rows == 1)} {peak:.2f} GiB, but only {limit:.2f} GiB{where} may be used: it does "
-            f"not fit{_even_sharded(solution)}. "
+            f"not fit{_although_sharded(solution)}. "
             f"{remedy}"
         )
     return (
@@ -213,7 +214,7 @@ def _explain(solution: Solution, others: list[Alternative]) -> str:
     )
 
 
-def _even_sharded(solution: Solution) -> str:
+def _although_sharded(solution: Solution) -> str:
     if not solution.is_sharded:
         return ""
     stage = solution.question.zero_stage

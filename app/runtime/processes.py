@@ -38,13 +38,16 @@ def check_port(host: str, port: int) -> None:
     """Checks that the service can listen on a port.
 
     Raises:
-        BadSetting: another process listens on that port.
+        BadSetting: another process listens on that port, or the host is unknown.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError:
+        raise BadSetting(f"ACCRUE_HOST: {host} is not an address of this machine.") from None
     with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((host, port))
+            probe.bind(address)
         except OSError as error:
             raise BadSetting(
                 f"cannot listen on {host}:{port} ({error.strerror}): set ACCRUE_PORT to another port, and "

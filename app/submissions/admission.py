@@ -93,6 +93,7 @@ def check(
         model, base = find(requested.model_name)
     else:
         model, base = starting_models.find_model(requested.model_name, inputs.database, settings)
+        base_models.check_weights(requested.model_name, settings)
     training = training_from(model, requested.training_config)
     if requested.dry_run:
         inputs = inputs.fresh()

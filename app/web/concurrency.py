@@ -15,6 +15,10 @@ Result = TypeVar("Result")
 _THREADS, _THREADS_PER_KEY = 8, 2
 _MAX_WAITING_PER_KEY = 100
 
+_SHARED_THREADS, _WRITING_THREADS, _SHARED_THREADS_PER_KEY = 40, 24, 8
+"""The threads of anyio, which all requests share; how many of them writing requests may use; and how many the
+requests of one key that read, and as many that write."""
+
 
 class ConcurrencyLimit:
     """A limit on requests of one kind (uploads, comparisons, …) that are in progress at the same time, per
@@ -68,10 +72,14 @@ class ConcurrencyLimit:
 
 
 class Turns:
-    """Lets a few requests at a time continue, and of each key fewer; others wait for their turn."""
+    """Lets a few requests at a time continue, and of each key fewer; others wait for their turn.
 
-    def __init__(self, *, per_key: int, total: int) -> None:
-        self._per_key = per_key
+    Args:
+        without_key: how many continue of a service that has no keys; None: as many as of a key.
+    """
+
+    def __init__(self, *, per_key: int, total: int, without_key: int | None = None) -> None:
+        self._per_key, self._without_key = per_key, without_key or per_key
         self._all = Semaphore(total)
         self._of_keys: dict[str | None, Semaphore] = {}
         self._requests: Counter[str | None] = Counter()
@@ -83,7 +91,8 @@ class Turns:
     @asynccontextmanager
     async def turn(self, key_id: str | None) -> AsyncIterator[None]:
         """Waits for the turn of a request, which lasts until the end of the block."""
-        own = self._of_keys.setdefault(key_id, Semaphore(self._per_key))
+        most = self._without_key if key_id is None else self._per_key
+        own = self._of_keys.setdefault(key_id, Semaphore(most))
         self._requests[key_id] += 1
         try:
             async with own, self._all:
@@ -92,6 +101,22 @@ class Turns:
             self._requests[key_id] -= 1
             if not self._requests[key_id]:
                 del self._requests[key_id], self._of_keys[key_id]
+
+
+class ThreadTurns:
+    """Turns among the threads that all requests share. On SQLite, writes may wait for each other for seconds,
+    so they never occupy all threads, and reads do not wait for their turns."""
+
+    def __init__(self) -> None:
+        threads = {"total": _SHARED_THREADS, "without_key": _SHARED_THREADS}
+        self.reads = Turns(per_key=_SHARED_THREADS_PER_KEY, **threads)
+        writing = {"total": _WRITING_THREADS, "without_key": _WRITING_THREADS}
+        self.writes = Turns(per_key=_SHARED_THREADS_PER_KEY, **writing)
+
+    async def read(self, key_id: str | None, work: Callable[[], Result]) -> Result:
+        """The result of work that takes milliseconds and writes nothing, once it is the key's turn."""
+        async with self.reads.turn(key_id):
+            return await to_thread.run_sync(work)
 
 
 async def in_turns(

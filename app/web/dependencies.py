@@ -24,7 +24,7 @@ from app.settings import Settings
 from app.storage.database import Database
 from app.storage.session import Session, Viewer
 from app.submissions.idempotency import IdempotentRequest
-from app.web.concurrency import SlowWork, Turns, in_turns
+from app.web.concurrency import SlowWork, ThreadTurns, in_turns
 from app.web.content_type import is_multipart
 from app.web.middleware import CALCULATORS
 from app.web.query_parameters import check_names
@@ -164,19 +164,15 @@ async def in_thread(work: Callable[[], Result]) -> Result:
 
 async def own_turn(request: Request, caller: Annotated[Caller, Depends(_caller)]) -> AsyncIterator[None]:
     """Waits for a turn of the caller's key among the threads that all requests share."""
-    turns: Turns = request.app.state.thread_turns
-    async with turns.turn(caller.key_id):
+    turns: ThreadTurns = request.app.state.thread_turns
+    own = turns.reads if request.method in ("GET", "HEAD") else turns.writes
+    async with own.turn(caller.key_id):
         yield
 
 
 async def _in_turn(request: Request, caller: Annotated[Caller, Depends(_caller)]) -> RunSlowly:
-    turns: Turns = request.app.state.thread_turns
-
-    async def run(work: Callable[[], Result]) -> Result:
-        async with turns.turn(caller.key_id):
-            return await in_thread(work)
-
-    return run
+    turns: ThreadTurns = request.app.state.thread_turns
+    return partial(turns.read, caller.key_id)
 
 
 async def _stream(request: Request, caller: Annotated[Caller, Depends(_caller)]) -> SendStream:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fastapi import Depends
+from fastapi.dependencies.utils import get_parameterless_sub_dependant
 from fastapi.routing import APIRoute
 
 from app.web.dependencies import own_turn
@@ -18,7 +19,10 @@ class ThreadRoute(APIRoute):
     """A route whose endpoint, if it is a plain function, waits for its key's turn. It needs a caller."""
 
     def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
-        if not inspect.iscoroutinefunction(endpoint):
-            turn = Depends(own_turn, scope="function")  # which ends before the answer is sent
-            options["dependencies"] = [*(options.get("dependencies") or ()), turn]
         super().__init__(path, endpoint, **options)
+        if not inspect.iscoroutinefunction(endpoint):
+            # The last dependency, since others may read the body, which a client may send slowly. It ends
+            # before the answer is sent.
+            turn = Depends(own_turn, scope="function")
+            last = get_parameterless_sub_dependant(depends=turn, path=self.path_format)
+            self.dependant.dependencies.append(last)

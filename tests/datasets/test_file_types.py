@@ -438,29 +438,29 @@ def test_rows_of_empty_cells_are_skipped(client: TestClient) -> None:
 @pytest.mark.parametrize(
     ("columns", "header", "kept"),
     [
-        ({"text": "review"}, "review,label", "text label"),
-        ({"prompt": "q"}, "q,completion,label,id", "prompt completion label"),
-        ({"prompt": "q", "completion": "a"}, "q,a,label", "prompt completion label"),
+        ({"text": "review"}, "review,label,weight", "text weight"),
+        ({"text": "review", "label": "label"}, "review,label", "text label"),
+        ({"prompt": "q"}, "q,completion,label,id", "prompt completion"),
+        ({"prompt": "q", "label": "ok"}, "q,completion,ok", "prompt completion label"),
+        ({"prompt": "q", "completion": "a"}, "q,a,label", "prompt completion"),
+        ({"messages": "messages"}, "messages,prompt,chosen,rejected", "messages"),
         ({"completion": "a"}, "prompt,a", "prompt completion"),
         ({"instruction": "q"}, "q,input,output", "instruction input output"),
         ({"output": "a"}, "instruction,a", "instruction output"),
         ({"prompt": "q"}, "q,chosen,rejected", "prompt chosen rejected"),
         ({"chosen": "good"}, "prompt,good,rejected", "prompt chosen rejected"),
         ({"label": "class"}, "text,class", "text label"),
+        ({"label": "class", "weight": "w"}, "text,class,w", "text label weight"),
+        ({"label": "ok"}, "instruction,input,output,ok", "instruction input output label"),
+        ({"weight": "w"}, "conversations,system,w", "conversations system weight"),
         ({"prompt": "q", "completion": "a"}, "q,a,chosen,rejected,text", "prompt completion"),
         ({"prompt": "completion", "completion": "prompt"}, "prompt,completion", "prompt completion"),
     ],
 )
-def test_columns_with_usual_names_need_not_be_mapped(
+def test_columns_that_complete_the_mapped_ones_are_kept(
     columns: dict[ColumnField, str], header: str, kept: str
 ) -> None:
     row = {name: f"the {name}" for name in header.split(",")}
     fields = mapped(row, columns)
     assert fields.keys() == set(kept.split())
     assert all(fields[name] == f"the {columns.get(name, name)}" for name in fields)  # type: ignore[call-overload]
-
-
-def test_a_table_with_a_label_and_a_mapped_text_trains_a_classifier(client: TestClient) -> None:
-    content = b"review,label\na fine book,good\na bad plot,bad\n"
-    file = upload(client, "a.csv", content, columns='{"text": "review"}')
-    assert client.get(f"/v1/files/{file['id']}").json()["classes"] == ["bad", "good"]

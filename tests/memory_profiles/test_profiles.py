@@ -144,7 +144,7 @@ def test_a_service_without_torch_has_the_keys_of_its_workers(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("made", "count"),
     [
-        ([({}, 100, 100)], 100),
+        ([({}, 8 * 10**9, 8 * 10**9)], 8 * 10**9),
         ([({"freeze": ("*",)}, 100, 0)], 100),
         ([({"lora": LORA}, 130, 30)], 100),
         ([({"lora": LORA, "freeze": ("*",)}, 130, 20), ({}, 100, 100)], 100),

@@ -97,6 +97,6 @@ def test_a_folder_with_weights_in_other_formats_only_is_refused(
     path, body = f"{PATH}/with-accumulation", {**JOB, "model_name": "old", "dry_run": True}
     refused = client.post(path, json=body)
     assert refused.status_code == 422
-    assert "weights only in .bin files" in refused.json()["error"]["message"]
+    assert "has weights in pytorch_model.bin" in refused.json()["error"]["message"]
     (folder / "model.safetensors").touch()
     assert client.post(path, json=body).status_code == 200

@@ -236,6 +236,15 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         },
         "tie_word_embeddings": False,
     },
+    "qwen3_vl": {
+        "text_config": {**_TEXT_OF_VL, "head_dim": 64, "tie_word_embeddings": False},
+        "vision_config": {
+            "depth": 8, "hidden_size": 640, "out_hidden_size": 512, "intermediate_size": 1710,
+            "num_heads": 10, "spatial_merge_size": 2, "num_position_embeddings": 2304,
+            "deepstack_visual_indexes": [2, 4, 6],
+        },
+        "tie_word_embeddings": False,
+    },
     "qwen2_5_vl": {
         "text_config": {**_TEXT_OF_VL, "tie_word_embeddings": False},
         "vision_config": {

@@ -204,6 +204,14 @@ def test_a_model_that_does_not_fit_even_if_sharded(
     assert len(simulated) > 2
 
 
+def test_too_large_a_micro_batch_is_no_reason_to_shard(client: TestClient) -> None:
+    body = {"model_name": "gpt2", "micro_batch_size": 1000, "gpus": ["24GB"] * 2, "wait_seconds": 0}
+    answer = client.post(f"{ROOT}/calculate-batch-size", json=body).json()
+    assert (answer["fits"], answer["strategy"]) == (False, "ddp")
+    assert "sharded" not in answer["explanation"]
+    assert not any(other["zero_stage"] for other in answer["alternatives"] if not other["fits"])
+
+
 @pytest.mark.parametrize("micro_batch", [None, 8, 64])
 def test_a_remedy_fits_when_it_is_applied(client: TestClient, micro_batch: int | None) -> None:
     path = f"{ROOT}/calculate-batch-size"

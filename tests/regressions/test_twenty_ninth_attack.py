@@ -1,16 +1,21 @@
 """The third attack of 2026-11-28: a burst of one key's requests must delay those of other keys by little."""
 
 import asyncio
+import contextlib
+import inspect
+import sqlite3
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from fastapi.testclient import TestClient
 from sqlalchemy import event
 
 from app.errors import NotFound, TooManyRequests
 from app.jobs import configurations
+from app.main import create_app
 from app.settings import Settings
 from app.storage import group_commit
 from app.storage.database import Database
@@ -19,7 +24,9 @@ from app.storage.session import Session, Viewer
 from app.storage.tables import Configuration
 from app.submissions import admission
 from app.web import event_stream
+from app.web.dependencies import own_turn
 from app.web.event_stream import EventStream
+from app.web.thread_route import ThreadRoute
 from tests.harness.requests import JOB, PATH, key_for, service
 
 
@@ -72,10 +79,12 @@ def test_a_key_with_too_many_jobs_is_refused_before_anything_is_planned(
         headers = {**mine, "Idempotency-Key": "one"}
         first = client.post(f"{PATH}/with-accumulation", json=request, headers=headers)
         assert first.status_code == 202
-        monkeypatch.setattr(admission, "make_plan", lambda *_, **__: pytest.fail("it was planned"))
+        planned: list[object] = []
+        monkeypatch.setattr(admission, "make_plan", lambda *given, **_: planned.append(given))
         other = {**JOB, "training_config": {"max_steps": 4}}
         refused = client.post(f"{PATH}/with-accumulation", json=other, headers=mine)
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "quota_exceeded")
+        assert not planned
         again = client.post(f"{PATH}/with-accumulation", json=request, headers=headers)
         assert again.json() == first.json()
 
@@ -102,6 +111,40 @@ def test_no_key_occupies_all_threads(settings: Settings, monkeypatch: pytest.Mon
         finally:
             released.set()
         assert {each.result().status_code for each in begun} == {404}
+
+
+@pytest.mark.sqlite
+@pytest.mark.parametrize("with_keys", [True, False])
+def test_reads_do_not_wait_for_writes_that_wait_for_the_database(settings: Settings, with_keys: bool) -> None:
+    """Another process holds SQLite's write lock while a key sends more writes than there are threads."""
+    app = create_app(settings)
+    with TestClient(app, base_url="http://127.0.0.1:8000") as client, ThreadPoolExecutor(61) as clients:
+        database = app.state.database
+        headers = key_for(database) if with_keys else {}
+        other = sqlite3.connect(database.engine.url.database, isolation_level=None)
+        with contextlib.closing(other):
+            other.execute("BEGIN IMMEDIATE")
+            begun = [
+                clients.submit(client.post, f"{PATH}/ftjob-nope/pause", headers=headers) for _ in range(60)
+            ]
+            try:
+                for path in ("/gradient-accumulation/config", PATH):
+                    answer = clients.submit(client.get, path, headers=headers).result(20)
+                    assert answer.status_code == 200
+                assert not any(each.done() for each in begun)
+            finally:
+                other.execute("ROLLBACK")
+            assert {each.result().status_code for each in begun} == {404}
+
+
+def test_a_turn_begins_after_the_body_has_arrived(client: TestClient) -> None:
+    """A client may send it slowly."""
+    routes = [route for route in client.app.routes if isinstance(route, ThreadRoute)]
+    plain = [route for route in routes if not inspect.iscoroutinefunction(route.endpoint)]
+    assert any(route.path.endswith("/retry") for route in plain)
+    for route in plain:
+        assert route.dependant.dependencies[-1].call is own_turn
+        assert sum(each.call is own_turn for each in route.dependant.dependencies) == 1
 
 
 def test_event_streams_leave_connections_for_others(
