@@ -215,6 +215,9 @@ def test_pickled_weights_are_never_loaded(accrue: Accrue, tmp_path: Path) -> Non
     ensure_tiny_gpt2(folder)
     (folder / "model.safetensors").unlink()
     torch.save({"transformer.wte.weight": Canary(canary)}, folder / "pytorch_model.bin")
+    with pytest.raises(AssertionError, match="but only safetensors are read"):  # before anything is queued
+        train_with(accrue, "pickled")
+    (folder / "other.safetensors").touch()  # whatever the service thinks of it, the trainer does not load it
     job = train_with(accrue, "pickled")
     assert (job["status"], job["error"]["code"]) == ("failed", "model_not_loaded")
     assert not canary.exists()
