@@ -141,7 +141,9 @@ class Bench:
 
     async def _events_of(self, job_id: str, connected: asyncio.Barrier) -> int:
         reader, writer = await asyncio.open_connection("127.0.0.1", self.accrue.port)
-        request = get(f"{TRAINING}/{job_id}/events")[:-2] + b"Accept: text/event-stream\r\n\r\n"
+        # Otherwise, the connection stays open when the stream has ended.
+        headers = b"Accept: text/event-stream\r\nConnection: close\r\n\r\n"
+        request = get(f"{TRAINING}/{job_id}/events")[:-2] + headers
         writer.write(request)
         head = await reader.readuntil(b"\r\n\r\n")
         assert b" 200 " in head.split(b"\r\n")[0], head
