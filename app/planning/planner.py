@@ -229,8 +229,8 @@ def solve_closest(question: Question, known: PlannerEvidence) -> Solution:
     if solution.fits or fits_one or not _may_shard(question):
         return solution
     divided = _solve_as(replace(question, strategy="fsdp", zero_stage=ZERO_STAGES[-1]), known)
-    least, copied = (each.tightest.memory.peak_process_bytes for each in (divided, solution))
-    return divided if least < copied else solution
+    sharded, copied = (each.tightest.memory.peak_process_bytes for each in (divided, solution))
+    return divided if sharded < copied else solution
 
 
 def _may_shard(question: Question) -> bool:

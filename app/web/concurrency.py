@@ -80,7 +80,7 @@ class Turns:
 
     def __init__(self, *, per_key: int, total: int, without_key: int | None = None) -> None:
         self._per_key, self._without_key = per_key, without_key or per_key
-        self._all = Semaphore(total)
+        self._all = Semaphore(total, fast_acquire=True)
         self._of_keys: dict[str | None, Semaphore] = {}
         self._requests: Counter[str | None] = Counter()
 
@@ -92,7 +92,7 @@ class Turns:
     async def turn(self, key_id: str | None) -> AsyncIterator[None]:
         """Waits for the turn of a request, which lasts until the end of the block."""
         most = self._without_key if key_id is None else self._per_key
-        own = self._of_keys.setdefault(key_id, Semaphore(most))
+        own = self._of_keys.setdefault(key_id, Semaphore(most, fast_acquire=True))
         self._requests[key_id] += 1
         try:
             async with own, self._all:
