@@ -11,7 +11,7 @@ from app.contract.spec import Spec
 from app.planning.devices import Device
 from app.planning.planner import PlannerEvidence, Question, Solution, alternatives, solve
 from app.planning.recipes import least_capable, recipe_of, unsupported
-from app.planning.sharding import DIVIDED, may_shard
+from app.planning.sharding import may_shard, sharded_across
 
 _ROUNDED_TO = 64
 """Lengths are rounded up to multiples of this, so that data of similar lengths share a memory profile."""
@@ -222,10 +222,8 @@ def _warnings_of_options(spec: Spec, solution: Solution) -> list[str]:
             "steps is an upper bound"
         )
     if solution.question.strategy == "fsdp" and spec.strategy is None:
-        warnings.append(
-            f"a full copy does not fit on each device, so {DIVIDED[solution.question.zero_stage]} are "
-            f"sharded across {len(solution.ranks)} devices (fsdp, ZeRO stage {solution.question.zero_stage})"
-        )
+        parts = sharded_across(f"{len(solution.ranks)} devices", solution.question.zero_stage)
+        warnings.append(f"a full copy does not fit on each device, so {parts}")
     if spec.gradient_compression is not None and len(solution.ranks) > 1:
         warnings.append(
             f"gradient_compression: gradients are rounded to {spec.gradient_compression} when they are sent, "

@@ -23,7 +23,7 @@ from app.planning.planner import (
     solve_closest,
 )
 from app.planning.schemas import BatchSizeResponse, DeviceSplit
-from app.planning.sharding import DIVIDED
+from app.planning.sharding import sharded_across
 
 _BY = {
     "formula": "By formula,",
@@ -217,19 +217,12 @@ def _explain(solution: Solution, others: list[Alternative]) -> str:
 def _although_sharded(solution: Solution) -> str:
     if not solution.is_sharded:
         return ""
-    stage = solution.question.zero_stage
-    return (
-        f", even if {DIVIDED[stage]} are sharded across the {len(solution.ranks)} devices "
-        f"(fsdp, ZeRO stage {stage})"
-    )
+    return f", even if {sharded_across(f'the {len(solution.ranks)} devices', solution.question.zero_stage)}"
 
 
 def _sharding(solution: Solution) -> str:
     """How devices divide the model; nothing if each has a full copy."""
     if not solution.is_sharded:
         return ""
-    stage = solution.question.zero_stage
-    return (
-        f" A full copy of the model does not fit on each device, so {DIVIDED[stage]} are sharded across "
-        f"them (fsdp, ZeRO stage {stage})."
-    )
+    parts = sharded_across("them", solution.question.zero_stage)
+    return f" A full copy of the model does not fit on each device, so {parts}."

@@ -5,12 +5,22 @@ from app.contract.spec import OptimizerName, Spec, ZeroStage
 
 ZERO_STAGES: tuple[ZeroStage, ...] = (1, 2, 3)
 
-DIVIDED: dict[ZeroStage, str] = {
+_DIVIDED: dict[ZeroStage, str] = {
     1: "the optimizer's states",
     2: "gradients and the optimizer's states",
     3: "weights, gradients and the optimizer's states",
 }
 """What each stage divides."""
+
+
+def sharded_across(devices: str, stage: ZeroStage) -> str:
+    """What a stage divides among devices, as a clause.
+
+    Args:
+        devices: what they are called in the sentence, such as "4 devices".
+    """
+    return f"{_DIVIDED[stage]} are sharded across {devices} (fsdp, ZeRO stage {stage})"
+
 
 ELEMENTWISE: tuple[OptimizerName, ...] = ("adamw", "lion", "sgd")
 """Optimizers that treat each element by itself, so that a part of a parameter can be trained alone."""
