@@ -26,6 +26,10 @@ _FORMS = {
     "model that was trained here, give its name (ft:…, as GET /v1/models lists it), or the id of its job "
     "(ftjob-…)",
 }
+_PATH_OF_A_MODEL = (
+    "is a path: a model is named by its folder in ACCRUE_MODELS_DIR, the service's folder of base models; "
+    "move or copy the model's folder there, and give name or owner/name"
+)
 _FIELD_FORMS = {"training_file": "file_id", "validation_file": "file_id", "validation_file_id": "file_id",
               "file_id": "file_id", "model": "model", "model_name": "model"}  # fmt: skip
 """For each field whose text must have a certain form: the key of its message in `_FORMS`."""
@@ -165,10 +169,15 @@ def _of_one(error: Mapping[str, Any], requested: type[BaseModel] | None) -> Fiel
 def _message(error: Mapping[str, Any]) -> str:
     message = str(error["msg"]).removeprefix("Value error, ")
     if error["type"] == "string_pattern_mismatch":
-        return _FORMS.get(
-            _FIELD_FORMS.get(_path(error)[-1], ""), f"has a form that is not allowed: {message}"
-        )
+        form = _FIELD_FORMS.get(_path(error)[-1], "")
+        if form == "model" and _is_path(str(error["input"])):
+            return _PATH_OF_A_MODEL
+        return _FORMS.get(form, f"has a form that is not allowed: {message}")
     return _MESSAGES.get(error["type"], message[:1].lower() + message[1:])
+
+
+def _is_path(name: str) -> bool:
+    return name.startswith(("/", ".", "~")) or "\\" in name or name.count("/") > 1
 
 
 def _unknown(field: str, requested: type[BaseModel] | None) -> str:

@@ -64,6 +64,9 @@ def of_method(method: Any) -> dict[str, Any]:
         ({"mixed_precision": "int8"}, "mixed_precision", PRECISIONS),
         ({"user_id": [1]}, "user_id", "input should be a valid integer or a valid string"),
         ({"gpu_ids": ["a"]}, "gpu_ids.0", NUMBER),
+        ({"model_name": "/models/gpt2"}, "model_name", "there, and give name or owner/name"),
+        ({"model_name": "./gpt2"}, "model_name", "there, and give name or owner/name"),
+        ({"model_name": "a b"}, "model_name", "or the id of its job (ftjob-…)"),
     ],
 )
 def test_errors_name_the_field_and_its_allowed_values(

@@ -22,6 +22,7 @@ from workers.profiling.parallel_forks import run_in_forks
 from workers.profiling.profile import make_profile
 from workers.profiling.profile import profiles as simulated
 from workers.stop_signals import StopSignals
+from workers.training.models.loading_errors import reason_of
 from workers.training.processes.lifeline import end_with_supervisor
 from workers.training.processes.limits import limited_memory
 
@@ -98,7 +99,7 @@ def answer_one(database: Database) -> bool:
     except Exception as error:  # any config.json may arrive, and cause any error
         log.exception("could not make the profile", model=request.model_name)
         with database.writing() as session:
-            profiles.give_up(session, request, _error_line(error))
+            profiles.give_up(session, request, reason_of(error, request.config))
     return True
 
 
@@ -123,10 +124,6 @@ def _next_within_limits(simulations: Iterator[Profile], until: float) -> Profile
 
 def _out_of_time(number: int, frame: FrameType | None) -> None:
     raise TimeoutError(f"the simulation took longer than {_SIMULATION_SECONDS:.0f} s")
-
-
-def _error_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ Only that process has the hub's token and can write to the hub's cache. It ends 
 privileges.
 """
 
+import json
 import os
 import re
 import signal
@@ -16,6 +17,7 @@ from app.contract.model_fingerprint import TEMPLATES
 from app.contract.model_reference import ModelReference
 from workers.run_directory import INTERRUPTED, TOKEN_VARIABLE
 from workers.training.models.hub_limits import DownloadLimits
+from workers.training.models.loading_errors import reason_of
 from workers.training.processes.process_tree import end_as, in_a_child
 
 _FETCHED = "ACCRUE_MODEL_FETCHED"
@@ -149,11 +151,15 @@ _TRANSIENT = {408, 425, 429, *range(500, 600)}
 
 
 def first_lines(error: Exception, assignment: Assignment, folder: Path) -> str:
-    """The first two lines of an error, at most 500 characters, with paths replaced by the model's name."""
-    first = " ".join(str(error).split("\n")[:2]).strip() or type(error).__name__
+    """What `reason_of` says of an error, with paths replaced by the model's name."""
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError):
+        config = None
+    first = reason_of(error, config)
     for path in (str(folder), assignment.model_path):
         first = first.replace(path, assignment.spec.model.name)
-    return first[:500]
+    return first
 
 
 def _hub_token() -> str | None:
