@@ -45,7 +45,8 @@ def benchmark(
     Jobs with different numbers of steps run alternately. For each window, the time per micro-batch is the
     window's time, optimizer step included, divided by its number of micro-batches. A job's time is the
     median over its windows. The slowdown is the median ratio of a job's time to that of the baseline's job
-    in the same round. The guarantee: with 16 steps, a micro-batch takes at most 2 % longer than with one.
+    in the same round. Accumulation itself should cost nothing: with 16 steps, expect a micro-batch to take at
+    most 2 % longer than with one.
     """
     kinds = _step_counts(steps)
     with Client(url) as client:

@@ -170,7 +170,7 @@ def restore(
         Path, typer.Argument(exists=True, file_okay=False, help="The folder that accrue backup wrote")
     ],
 ) -> None:
-    """Put a backup into an empty data folder.
+    """Put a backup into a data folder that has no database yet.
 
     Jobs that were running when the backup was taken continue from their last checkpoint if it was taken with
     --runs, and from the beginning otherwise.
