@@ -4,6 +4,9 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from copy import deepcopy
+from itertools import pairwise
+from math import isfinite
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import quote
@@ -16,6 +19,8 @@ from app.datasets.file_types import SUFFIXES
 from app.errors import InvalidRequest
 
 commands = typer.Typer()
+
+_DEFAULT_MODEL = "accrue/tiny-gpt2"
 
 DataFile = Annotated[
     Path,
@@ -46,10 +51,16 @@ Settings = Annotated[
 ]
 
 
+def _finite(value: float | None) -> float | None:
+    if value is not None and not isfinite(value):
+        raise typer.BadParameter(f"{value} is not a finite number")
+    return value
+
+
 @commands.command()
 def submit(
     file: DataFile,
-    model: Model = "accrue/tiny-gpt2",
+    model: Model = _DEFAULT_MODEL,
     batch: Batch = None,
     steps: Annotated[
         int | None,
@@ -67,6 +78,7 @@ def submit(
             "--lr",
             help="Peak learning rate. Default with full: 5e-5 (sft, classification), 1e-6 (dpo, orpo, simpo, "
             "kto) or 1e-5 (reward); with lora and qlora, in the same order: 2e-4, 1e-5 or 1e-4",
+            callback=_finite,
         ),
     ] = None,
     max_length: MaxLength = None,
@@ -89,7 +101,11 @@ def submit(
     ] = None,
     validation_split: Annotated[
         float | None,
-        typer.Option("--validation-split", help="Share of the samples to evaluate on, such as 0.1"),
+        typer.Option(
+            "--validation-split",
+            help="Share of the samples to evaluate on, such as 0.1",
+            callback=_finite,
+        ),
     ] = None,
     num_gpus: Annotated[
         str | None,
@@ -169,7 +185,7 @@ def _devices(given: str | None) -> int | str | None:
 @commands.command()
 def tune(
     file: DataFile,
-    model: Model = "accrue/tiny-gpt2",
+    model: Model = _DEFAULT_MODEL,
     batch: Batch = None,
     max_length: MaxLength = None,
     column: Columns = None,
@@ -199,7 +215,7 @@ def tune(
 @commands.command()
 def preview(
     data: Annotated[str, typer.Argument(help="A data file, or the id of an uploaded one: file-…")],
-    model: Model = "accrue/tiny-gpt2",
+    model: Model = _DEFAULT_MODEL,
     column: Columns = None,
     max_length: MaxLength = None,
     limit: Annotated[int, typer.Option(min=1, max=20, help="Samples to show")] = 3,
@@ -357,10 +373,13 @@ def submit_file(
         **more,
     }
     body = without_none(body)
+    by_options = deepcopy(body)
+    if model == _DEFAULT_MODEL:
+        del by_options["model_name"]
     queued = False
     try:
         for assignment in settings or []:
-            _set(body, assignment)
+            _set(body, assignment, by_options)
         answer = client.post(path, body)
         queued = not body.get("dry_run", False)
     finally:
@@ -391,17 +410,38 @@ def _text(file: Path) -> str:
         ) from None
 
 
-def _set(body: dict[str, Any], assignment: str) -> None:
-    """Sets `field=value` or `group.field=value`; the value is JSON, or else the text as it stands."""
+def _set(body: dict[str, Any], assignment: str, by_options: dict[str, Any]) -> None:
+    """Sets `field=value` or `group.field=value`; the value is JSON, or else the text as it stands.
+
+    Args:
+        by_options: the body without `--set`.
+
+    Raises:
+        BadParameter: it has no such form, or an option gives the field another value.
+    """
     path, equals, text = assignment.partition("=")
     *groups, name = path.split(".")
     if not equals or not name:
         raise typer.BadParameter(f"{assignment!r} is not FIELD=VALUE", param_hint="--set")
-    for group in groups:
+    for depth, (group, inner) in enumerate(pairwise([*groups, name]), 1):
+        if by_options.get(group) not in (None, inner) and not isinstance(by_options[group], dict):
+            raise _twice(".".join(groups[:depth]), by_options[group], inner)
         if not isinstance(body.get(group), dict):  # "lora" becomes {"lora": …} if its options are set
             body[group] = {}
         body = body[group]
+        by_options = chosen if isinstance(chosen := by_options.get(group), dict) else {}
     try:
-        body[name] = json.loads(text)
+        value = json.loads(text)
     except ValueError:
-        body[name] = text
+        value = text
+    given = by_options.get(name)
+    if given not in (None, False, value) and not isinstance(given, dict):
+        raise _twice(path, given, text)
+    body[name] = value
+
+
+def _twice(path: str, given: object, text: str) -> typer.BadParameter:
+    return typer.BadParameter(
+        f"{path} is {given} by an option or argument of this command, and {text} by --set: give it only once",
+        param_hint="--set",
+    )
