@@ -52,6 +52,19 @@ def find_model(name: str, database: Database, settings: Settings) -> tuple[Model
     return _reference(found, settings)
 
 
+def find_trainable(
+    name: str, database: Database, settings: Settings
+) -> tuple[ModelReference, PlannableModel]:
+    """What `find_model` finds, if a trainer can read its weights.
+
+    Raises:
+        Unprocessable: as in `find_model`, or the model's folder has its weights only in other formats.
+    """
+    found = find_model(name, database, settings)
+    base_models.check_weights(name, settings)
+    return found
+
+
 def find_for_planning(name: str, database: Database, settings: Settings) -> PlannableModel:
     """A model's sizes; a base model in the catalogue needs no files.
 

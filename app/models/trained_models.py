@@ -59,14 +59,17 @@ def find(session: Session, settings: Settings, name: str) -> Job:
     Raises:
         NotFound: no model has that name, or the model was deleted.
     """
-    job = session.get(Job, name) if name.startswith("ftjob-") else _of_name(session, name)
+    job = _made_by(session, name)
     if job is None or not has_model(job, settings):
         raise _unknown(name)
     return job
 
 
-def _of_name(session: Session, name: str) -> Job | None:
-    """The job whose model has that name, or had it before it was deleted."""
+def _made_by(session: Session, name: str) -> Job | None:
+    """The job whose model has that name, or had it before it was deleted; a job's id names its model, too."""
+    if name.startswith("ftjob-"):
+        job = session.get(Job, name)
+        return job if job is not None and job.status == "succeeded" else None
     job = session.get(Job, f"ftjob-{name.rpartition(':')[2]}") if name.startswith("ft:") else None
     return job if job is not None and job.status == "succeeded" and name_of(job) == name else None
 
@@ -92,7 +95,7 @@ def remove(database: Database, settings: Settings, name: str) -> None:
     if name in base_models.local_names(settings):
         raise Conflict(f"{name} is not a trained model: only trained models can be deleted.")
     with database.writing() as session:
-        found = _of_name(session, name)
+        found = _made_by(session, name)
         if found is None or not found.result["files"] or not _is_there(found, settings):
             raise _unknown(name)
         job = transitions.get(session, found.id, lock=True)

@@ -83,7 +83,7 @@ def check(
     Args:
         planned: whether the request must leave accumulation steps and micro-batch to Accrue.
         suffix: a part of the trained model's name.
-        find: finds the model by its name; None: `starting_models.find_model`.
+        find: finds the model by its name; None: `starting_models.find_trainable`.
 
     Raises:
         Unprocessable, NotFound, InvalidRequest: the request cannot be trained; the message names the field.
@@ -92,8 +92,7 @@ def check(
     if find is not None:
         model, base = find(requested.model_name)
     else:
-        model, base = starting_models.find_model(requested.model_name, inputs.database, settings)
-        base_models.check_weights(requested.model_name, settings)
+        model, base = starting_models.find_trainable(requested.model_name, inputs.database, settings)
     training = training_from(model, requested.training_config)
     if requested.dry_run:
         inputs = inputs.fresh()

@@ -119,7 +119,7 @@ class _Handler(SubmissionHandler):
         return variations(self._requested, self._body, self._name)
 
     def _checked(self, jobs: list[Variation], inputs: PlanningInputs) -> list[AdmittedRequest]:
-        find = cache(lambda name: starting_models.find_model(name, inputs.database, self.settings))
+        find = cache(lambda name: starting_models.find_trainable(name, inputs.database, self.settings))
         return [admission.check(each.requested, inputs, self.settings, find=find) for each in jobs]
 
     def check_in_transaction(self, session: Session) -> None:

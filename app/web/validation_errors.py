@@ -177,7 +177,7 @@ def _message(error: Mapping[str, Any]) -> str:
 
 
 def _is_path(name: str) -> bool:
-    return name.startswith(("/", ".", "~")) or "\\" in name or name.count("/") > 1
+    return name.startswith(("/", "./", "../", "~")) or "\\" in name
 
 
 def _unknown(field: str, requested: type[BaseModel] | None) -> str:

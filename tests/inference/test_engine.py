@@ -26,7 +26,9 @@ from app.planning.catalogue import TINY_GPT2
 from tests.harness.any_family import ALL, long_rope, make_any, small_config
 from workers.inference.answer_parts import merged_parts
 from workers.inference.answer_queue import AnswerQueue
+from workers.inference.batch import Batch
 from workers.inference.batching_check import check_batching
+from workers.inference.choice import Choice
 from workers.inference.engine import Engine
 from workers.inference.loading import Loaded, load
 from workers.inference.prompts import PromptReader
@@ -447,10 +449,10 @@ def test_a_turn_ends_with_an_added_special_token() -> None:
     tokenizer.add_tokens([AddedToken("<|over|>", special=True)])
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}<|over|>{% endfor %}"
     order = InferenceOrder(model=MODEL, messages=({"role": "user", "content": "Hi"},))
-    reader = PromptReader(tokenizer, 100)
+    reader = PromptReader(tokenizer, 100, len(tokenizer))
     assert reader.ends(order) == (frozenset([tokenizer.convert_tokens_to_ids("<|over|>")]), ())
     tokenizer.chat_template = "{% for m in messages %}{{ m.content | upper }}<|over|>{% endfor %}"
-    changed = PromptReader(tokenizer, 100)
+    changed = PromptReader(tokenizer, 100, len(tokenizer))
     assert changed.ends(order) == (frozenset(), ())
     reader.close()
     changed.close()
@@ -559,3 +561,85 @@ def test_a_request_whose_token_cannot_be_chosen_leaves_the_others_alone(
     assert found["bad"].error is not None
     assert found["bad"].error.code == "internal_error"
     assert len(text_of(found["good"])) == 12
+
+
+class MoreNumbers(Numbers):
+    """A tokenizer with more tokens than the model has embeddings."""
+
+    def __len__(self) -> int:
+        return 300
+
+    def convert_ids_to_tokens(self, token: int) -> str:
+        return f"<|extra {token}|>"
+
+
+@pytest.mark.parametrize("prompt", [(5, 299), "".join(map(chr, (0x4E00 + 5, 0x4E00 + 299)))])
+def test_a_token_without_an_embedding_is_refused(prompt: tuple[int, ...] | str) -> None:
+    loaded = loaded_with(make("llama"), MoreNumbers())
+    readable = loaded.model.get_input_embeddings().weight.shape[0]
+    orders = [
+        AnswerOrder(id="good", order=ordered((5, 6, 7), 12)),
+        AnswerOrder(id="bad", order=ordered(prompt, 4)),
+    ]
+    found = answers(loaded, orders)
+    assert found["bad"].error is not None
+    assert found["bad"].error.status == 400
+    assert f"the token 299 (<|extra 299|>), but the model has only {readable}" in found["bad"].error.message
+    assert found["good"].error is None
+
+
+@pytest.mark.parametrize("in_prompt", [True, False])
+def test_a_failed_forward_pass_ends_only_the_request_that_caused_it(
+    monkeypatch: pytest.MonkeyPatch, in_prompt: bool
+) -> None:
+    """A row fails when its prompt is read, or later, when it is computed together with others."""
+    model = make("llama")
+    prompts = {"a": (5, 6, 7, 8), "bad": (9, 10, 11), "b": (12, 13), "c": (14, 15, 16, 17, 18)}
+    alone = {
+        name: answers(loaded_with(model, Numbers()), [AnswerOrder(id=name, order=ordered(prompt, 12))])[name]
+        for name, prompt in prompts.items()
+    }
+    step, read = Batch.step, Batch.read
+
+    def failing_step(self: Batch) -> Any:
+        if not in_prompt and any(row.request_id == "bad" and len(row.made) > 3 for row in self.rows):
+            raise RuntimeError("this position does not exist")
+        return step(self)
+
+    def failing_read(self: Batch, choices: Sequence[Choice]) -> Any:
+        if choices[0].request_id == "bad" and (in_prompt or len(choices[0].made) > 3):
+            raise RuntimeError("this position does not exist")
+        return read(self, choices)
+
+    monkeypatch.setattr(Batch, "step", failing_step)
+    monkeypatch.setattr(Batch, "read", failing_read)
+    orders = [AnswerOrder(id=name, order=ordered(prompt, 12)) for name, prompt in prompts.items()]
+    found = answers(loaded_with(model, Numbers()), orders)
+    assert found["bad"].error is not None
+    assert (found["bad"].error.status, found["bad"].error.code) == (500, "internal_error")
+    for name in ("a", "b", "c"):
+        assert found[name].error is None
+        assert text_of(found[name]) == text_of(alone[name])
+        assert found[name].usage == alone[name].usage
+
+
+def test_a_context_with_another_name_is_known() -> None:
+    model = make("mpt", max_seq_len=64)
+    found = answers(loaded_with(model, Numbers()), [AnswerOrder(id="a", order=ordered((7,) * 60, 100))])["a"]
+    assert found.error is None
+    assert found.usage is not None
+    assert found.usage.completion_tokens <= 4
+
+
+def test_a_long_echo_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workers.inference.engine._MOST_ECHOED", 20)
+    loaded = loaded_with(make("gpt2"))
+    orders = [
+        AnswerOrder(id="short", order=ordered("1234567890", 0, echo=True, choices=2)),
+        AnswerOrder(id="long", order=ordered("1234567890", 0, echo=True, choices=3)),
+    ]
+    found = answers(loaded, orders)
+    assert found["short"].error is None
+    assert found["long"].error is not None
+    assert (found["long"].error.status, found["long"].error.field) == (400, "echo")
+    assert "would repeat 30 characters of prompts, and may have 20" in found["long"].error.message

@@ -98,5 +98,11 @@ def test_a_folder_with_weights_in_other_formats_only_is_refused(
     refused = client.post(path, json=body)
     assert refused.status_code == 422
     assert "has weights in pytorch_model.bin" in refused.json()["error"]["message"]
+    file = ("data.jsonl", b'{"text": "a"}\n' * 8)
+    uploaded = client.post("/v1/files", files={"file": file}, data={"purpose": "fine-tune"})
+    data = {"file_id": uploaded.json()["id"]}
+    varied = {**body, "dataset_config": data, "vary": {"learning_rate": [1e-5, 1e-4]}}
+    sweep = client.post("/gradient-accumulation/sweeps", json=varied)
+    assert "has weights in pytorch_model.bin" in sweep.json()["error"]["message"]
     (folder / "model.safetensors").touch()
     assert client.post(path, json=body).status_code == 200

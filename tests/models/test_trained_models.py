@@ -62,6 +62,14 @@ def test_a_model_is_found_by_its_name_and_by_its_job_s_id(database: Database, se
                 trained_models.find(session, settings, name)
 
 
+def test_a_model_is_deleted_by_its_job_s_id(database: Database, settings: Settings) -> None:
+    source, folder = succeeded(database, settings)
+    trained_models.remove(database, settings, source)
+    assert not folder.exists()
+    with pytest.raises(NotFound):
+        trained_models.remove(database, settings, source)
+
+
 def test_only_trained_models_can_be_deleted(database: Database, settings: Settings) -> None:
     with pytest.raises(NotFound, match="No model has the name"):
         trained_models.remove(database, settings, "nope")

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from workers.inference import cache_rows
 from workers.inference.choice import Choice
+from workers.training.models.model_parts import embeddings_of
 
 _TOKENS_AT_ONCE = 2048
 """The tokens of a prompt that one forward pass reads."""
@@ -25,6 +26,7 @@ class Forward:
     def __init__(self, model: Any) -> None:
         self._model = model
         self._takes = inspect.signature(model.forward).parameters
+        self._readable = embeddings_of(model)
 
     def __call__(self, tokens: Tensor, mask: Tensor, cache: Any) -> tuple[Tensor, Any]:
         """The logits after the last token of each row, of shape [rows, vocabulary], and the cache.
@@ -41,7 +43,20 @@ class Forward:
         if "logits_to_keep" in self._takes:
             options["logits_to_keep"] = 1
         found = self._model(input_ids=tokens, **options)
-        return found.logits[:, -1].float(), getattr(found, "past_key_values", None)
+        logits = found.logits[:, -1, : self._readable]  # a head may have more tokens than the embeddings
+        return logits.float(), getattr(found, "past_key_values", None)
+
+
+@dataclass(frozen=True)
+class Read:
+    """A prompt that has been read: what joins a batch."""
+
+    choices: Sequence[Choice]
+    cache: Any
+    columns: int
+    """The number of tokens that were read."""
+    logits: Tensor
+    """Those after the last token, of shape [vocabulary]."""
 
 
 @dataclass(eq=False)
@@ -74,18 +89,17 @@ class Batch:
         """Whether choices should join: the padded cache then has at most `tokens_at_most` tokens and, unless
         the batch is empty, at most about half of it is padding, plus an allowance."""
         rows = [*self.rows, *choices]
+        if len(rows) > 1 and any(row.must_be_alone for row in rows):
+            return False
         padded = len(rows) * max(row.longest for row in rows)
         is_even = padded <= 2 * sum(row.longest for row in rows) + _TOKENS_AT_ONCE
         return padded <= tokens_at_most and (is_even or not self.rows)
 
-    def join(self, choices: Sequence[Choice]) -> Iterator[tuple[Choice, Tensor]]:
-        """Reads the prompt that these choices share, and adds them as rows.
-
-        Yields:
-            Each choice with the logits after its prompt.
-        """
+    def read(self, choices: Sequence[Choice]) -> Read:
+        """Reads the prompt that these choices share (or, of a single one, also the tokens that it has made),
+        without changing the batch: an error concerns these choices only."""
         cache, columns = None, 0
-        prompt = choices[0].prompt
+        prompt = [*choices[0].prompt, *choices[0].made]
         logits = torch.empty(0)
         while columns < len(prompt):
             part = prompt[columns : columns + _TOKENS_AT_ONCE]
@@ -93,6 +107,15 @@ class Batch:
             tokens = torch.tensor([part], device=self.device)
             logits, cache = self._forward(tokens, _ones(columns, self.device), cache)
         cache_rows.repeat(cache, len(choices))
+        return Read(choices, cache, columns, logits[0])
+
+    def join(self, read: Read) -> Iterator[tuple[Choice, Tensor]]:
+        """Adds choices as rows, after their prompt was read.
+
+        Yields:
+            Each choice with the logits after its prompt.
+        """
+        choices, cache, columns = read.choices, read.cache, read.columns
         if self._cache is None:
             self._cache, self._columns = cache, columns
             self._padding = [0] * len(choices)
@@ -104,7 +127,7 @@ class Batch:
             self._columns = longest
         self.rows += choices
         for choice in choices:
-            yield choice, logits[0]
+            yield choice, read.logits
 
     def step(self) -> Iterator[tuple[Choice, Tensor]]:
         """Reads the last token of every row.

@@ -55,13 +55,14 @@ def _tried(model: Any, device: torch.device) -> BatchingSupport:
     batch = Batch(model, device)
     worst, size = 0.0, 0.0
     for choice in choices[:2]:
-        worst = max(worst, *(_take(model, device, *each) for each in batch.join([choice])))
+        worst = max(worst, *(_take(model, device, *each) for each in batch.join(batch.read([choice]))))
     if not cache_rows.can_be_joined(batch.cache):
         return BatchingSupport(agree=False, bytes_per_token=0.0)
     size = cache_rows.bytes_per_token(batch.cache)
     for number in range(_STEPS):
         if number == 1:
-            worst = max(worst, *(_take(model, device, *each) for each in batch.join([choices[2]])))
+            joined = batch.join(batch.read([choices[2]]))
+            worst = max(worst, *(_take(model, device, *each) for each in joined))
         if number == 2:
             batch.leave([choices[1]])
         worst = max(worst, *(_take(model, device, *each) for each in batch.step()))

@@ -39,6 +39,10 @@ _MAX_UNREPORTED = 256
 """How many deltas of an answer that is not streamed are collected before they are reported: a line must not
 become too long."""
 
+_MOST_ECHOED = 2**22
+"""How many characters of prompts an answer may repeat: they are reported in one line, and stored in one
+row of the database."""
+
 _PREPARE_SECONDS = 0.02
 """For how long requests are prepared between two steps. Rendering and tokenising a request may take longer;
 then the engine works on answers in progress for as long before it prepares the next request."""
@@ -67,7 +71,7 @@ class Engine:
             report: sends what the engine reports.
         """
         self._loaded, self._lines, self._report = loaded, lines, report
-        self._reader = PromptReader(loaded.tokenizer, loaded.context)
+        self._reader = PromptReader(loaded.tokenizer, loaded.context, loaded.vocabulary)
         self._orders = AnswerQueue()
         self._prepare_at = 0.0
         self._requests: dict[str, _Request] = {}
@@ -135,6 +139,7 @@ class Engine:
         try:
             adapter = self._adapter(order.adapter(), asked.adapter_path)
             choices = self._choices(request_id, order)
+            echoed = self._echoed(order, choices) if order.echo else ()
         except NotShared:
             self._report(Reported(id=request_id, not_shared=True))
             return
@@ -152,15 +157,8 @@ class Engine:
         ]
         prompt_tokens = sum(len(own[0].prompt) for own in by_prompt)
         self._requests[request_id] = _Request(asked.key_id, choices, prompt_tokens, order.streams)
-        if order.echo:
-            given = [each for each in order.prompts for _ in range(order.choices)]
-            texts = [
-                each if isinstance(each, str) else self._loaded.tokenizer.decode(list(each)) for each in given
-            ]
-            deltas = [
-                ChoiceDelta(index=own.index, text=text) for own, text in zip(choices, texts, strict=True)
-            ]
-            self._report(Reported(id=request_id, part=AnswerPart(deltas=tuple(deltas))))
+        if echoed:
+            self._report(Reported(id=request_id, part=AnswerPart(deltas=echoed)))
         if choices[0].max_tokens == 0:
             for choice in choices:
                 choice.finish_reason = "length"
@@ -169,6 +167,28 @@ class Engine:
             self._report_deltas(request_id)
             return
         self._waiting += [(adapter, own) for own in by_prompt]
+
+    def _echoed(self, order: InferenceOrder, choices: Sequence[Choice]) -> tuple[ChoiceDelta, ...]:
+        """The prompts, with which the answers of a request begin.
+
+        Raises:
+            Refused: they are too long together.
+        """
+        texts = [
+            each if isinstance(each, str) else str(self._loaded.tokenizer.decode(list(each)))
+            for each in order.prompts
+        ]
+        characters = order.choices * sum(map(len, texts))
+        if characters > _MOST_ECHOED:
+            raise refused(
+                f"With echo, the answer would repeat {characters:,} characters of prompts, and may have "
+                f"{_MOST_ECHOED:,}: leave echo out, or ask for fewer choices (n) or prompts.",
+                field="echo",
+            )
+        own = [text for text in texts for _ in range(order.choices)]
+        return tuple(
+            ChoiceDelta(index=choice.index, text=text) for choice, text in zip(choices, own, strict=True)
+        )
 
     def _adapter(self, layer: ModelLayer | None, path: str | None) -> str | None:
         if layer is None or path is None:
@@ -220,7 +240,7 @@ class Engine:
             if batch is None:
                 return
             self._waiting.popleft()
-            self._guarded(partial(self._join, adapter, batch, choices), batch, choices)
+            self._guarded(partial(self._join, adapter, batch, choices), choices=choices)
             if self._lines.qsize() or (self._orders and time.monotonic() >= self._prepare_at):
                 return
 
@@ -280,14 +300,32 @@ class Engine:
 
     def _join(self, adapter: str | None, batch: Batch, choices: list[Choice]) -> None:
         with self._loaded.active(adapter):
-            taken = list(batch.join(choices))
-        self._take_all(batch, taken)
+            read = batch.read(choices)
+
+        def join() -> None:
+            self._take_all(batch, list(batch.join(read)))
+
+        self._guarded(join, batch, choices)
 
     def _step(self, adapter: str | None, batch: Batch) -> None:
+        """Makes a token of each row. If that fails, each row goes on by itself, so that only the request that
+        caused the failure fails again."""
         if not batch.rows:
             return
-        with self._loaded.active(adapter):
-            taken = list(batch.step())
+        try:
+            with self._loaded.active(adapter):
+                taken = list(batch.step())
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:
+            if len(batch.rows) == 1 or self._is_device_lost():
+                raise
+            rows = list(batch.rows)
+            batch.leave(rows)
+            for row in rows:
+                row.must_be_alone = True
+            self._waiting.extendleft((adapter, [row]) for row in reversed(rows))
+            return
         self._take_all(batch, taken)
 
     def _take_all(self, batch: Batch, found: Sequence[tuple[Choice, Tensor]]) -> None:
@@ -392,9 +430,18 @@ class Engine:
         """What requests get to know of an error. If the process cannot use its GPU any more, it ends."""
         if isinstance(error, torch.OutOfMemoryError):
             return _out_of_memory()
-        if self._loaded.device.type == "cuda" and isinstance(error, RuntimeError):
-            self._ended = True
+        self._ended |= self._is_device_lost()
         return unexpected(error)
+
+    def _is_device_lost(self) -> bool:
+        """Whether the process cannot use its GPU any more: after a failed kernel, every call fails."""
+        if self._loaded.device.type != "cuda":
+            return False
+        try:
+            torch.cuda.synchronize(self._loaded.device)
+        except RuntimeError:
+            return True
+        return False
 
 
 class _RequestRefused(Exception):

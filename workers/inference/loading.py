@@ -15,6 +15,7 @@ from app.contract.model_reference import ModelLayer, ModelReference
 from workers.inference.sampling import SamplingDefaults
 from workers.training.exceptions import CannotTrain
 from workers.training.models.base_model import check_config, load_tokenizer, prepare_files, read_model
+from workers.training.models.model_parts import embeddings_of, positions_of
 from workers.training.models.trained_weights import (
     Layer,
     check_alike,
@@ -30,7 +31,7 @@ NOT_LOADED = (
 """What loading files that are damaged, or belong to something else, may raise."""
 
 _WITHOUT_LIMIT = 2**17
-"""The context length assumed for models without max_position_embeddings, such as RWKV."""
+"""The context length assumed for models that name none, such as RWKV."""
 
 
 MAX_ADAPTERS = 16
@@ -65,8 +66,13 @@ class Loaded:
     @property
     def context(self) -> int:
         """The tokens that a prompt and its answer may have together."""
-        positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        return positions if isinstance(positions, int) and positions > 0 else _WITHOUT_LIMIT
+        return positions_of(self.model) or _WITHOUT_LIMIT
+
+    @property
+    def vocabulary(self) -> int:
+        """How many tokens the model can read: a tokenizer may have more than the model has embeddings."""
+        known, embeddings = len(self.tokenizer), embeddings_of(self.model)
+        return known if embeddings is None else min(known, embeddings)
 
     def add_adapter(self, layer: ModelLayer, path: Path, in_use: Collection[str | None] = ()) -> None:
         """Adds adapters, which answer when they are `active`. If too many are loaded, the least

@@ -12,6 +12,9 @@ _TOKENIZER_BYTES = 2 * 2**30
 _TOKENIZER_BYTES_PER_CHARACTER = 4096
 """How much memory a tokenizer may take, as in training."""
 
+_QUOTED = 100
+"""How many characters of a token's text an error quotes."""
+
 _PROBE = [{"role": "user", "content": "1"}]
 _ANSWER = "accrue answer 1"
 """An answer that no template contains, to find out how turns end."""
@@ -22,10 +25,11 @@ class PromptReader:
 
     Args:
         context: how many tokens a prompt and its answer may have together.
+        vocabulary: how many tokens the model can read; a tokenizer may have more.
     """
 
-    def __init__(self, tokenizer: Any, context: int) -> None:
-        self._tokenizer, self._context = tokenizer, context
+    def __init__(self, tokenizer: Any, context: int, vocabulary: int) -> None:
+        self._tokenizer, self._context, self._vocabulary = tokenizer, context, vocabulary
         self._renderers: dict[str, Renderer] = {}
         self._start = tokens_before(tokenizer)
         self._turn_ends: tuple[frozenset[int], tuple[str, ...]] | None = None
@@ -44,12 +48,13 @@ class PromptReader:
             found = [self._tokens(self._rendered(order))]
         else:
             found = [
-                self._begun(self._tokens(each)) if isinstance(each, str) else self._checked(list(each))
+                self._begun(self._tokens(each)) if isinstance(each, str) else list(each)
                 for each in order.prompts
             ]
         for prompt in found:
             if not prompt:
                 raise refused("The prompt has no tokens.", field=_field(order))
+            self._check_tokens(prompt, order)
             if len(prompt) >= self._context:
                 raise refused(
                     f"This model's context has {self._context} tokens, and the prompt has {len(prompt)}: "
@@ -136,14 +141,26 @@ class PromptReader:
         begins = tokens[: len(self._start)] == self._start
         return tokens if begins else [*self._start, *tokens]
 
-    def _checked(self, tokens: list[int]) -> list[int]:
-        if max(tokens) >= len(self._tokenizer):
+    def _check_tokens(self, prompt: list[int], order: InferenceOrder) -> None:
+        """
+        Raises:
+            Refused: the model cannot read one of the tokens, given as numbers or made by the tokenizer.
+        """
+        largest = max(prompt)
+        if largest < self._vocabulary:
+            return
+        if largest >= len(self._tokenizer):
             raise refused(
-                f"The token {max(tokens)} is not in the model's vocabulary: tokens must be smaller than "
-                f"{len(self._tokenizer)}.",
-                field="prompt",
+                f"The token {largest} is not in the model's vocabulary: tokens must be smaller than "
+                f"{self._vocabulary}.",
+                field=_field(order),
             )
-        return tokens
+        text = str(self._tokenizer.convert_ids_to_tokens(largest))[:_QUOTED]
+        raise refused(
+            f"The model's tokenizer has the token {largest} ({text}), but the model has only "
+            f"{self._vocabulary} embeddings, so it cannot read it: leave it out.",
+            field=_field(order),
+        )
 
 
 def _field(order: InferenceOrder) -> str:

@@ -26,7 +26,7 @@ from workers.training.models.auto_class import auto_class
 from workers.training.models.fetching import fetch, first_lines
 from workers.training.models.head import backbone_of
 from workers.training.models.model_files import check_tokenizer, stage, weight_files
-from workers.training.models.model_parts import padding_token
+from workers.training.models.model_parts import padding_token, positions_of
 from workers.training.models.precision import AUTOCAST
 from workers.training.models.saving import keep_weights
 from workers.training.models.score_head import (
@@ -419,8 +419,8 @@ def _four_bits(plan: Plan) -> Any:
 
 
 def _check_positions(model: Any, spec: Spec) -> None:
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if positions is not None and 0 < positions < spec.data.max_length:
+    positions = positions_of(model)
+    if positions is not None and positions < spec.data.max_length:
         raise CannotTrain(
             "max_length",
             f"max_length {spec.data.max_length} is longer than {spec.model.name}'s context of {positions} "

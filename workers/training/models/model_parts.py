@@ -47,6 +47,16 @@ def embeddings_of(model: Any) -> int | None:
     return None if weight is None else len(weight)
 
 
+def positions_of(model: Any) -> int | None:
+    """The number of tokens that the model's context has; None if it has no limit (RWKV) or names none."""
+    config = model.config.get_text_config()
+    named = (getattr(config, name, None) for name in _POSITIONS)
+    return next((each for each in named if isinstance(each, int) and each > 0), None)
+
+
+_POSITIONS = ("max_position_embeddings", "max_seq_len", "max_target_positions")
+
+
 def padding_token(tokenizer: Any, model: Any) -> int:
     """The token that fills rows up: the tokenizer's own, or the one that ends texts."""
     most = embeddings_of(model)
