@@ -30,30 +30,18 @@ ColumnField = Literal[
 """The fields that a column can be assigned to."""
 
 
-_BELONGING: dict[str, tuple[str, ...]] = {
-    "messages": ("tools", "functions", "system"),
-    "conversations": ("tools", "system"),
-    "chosen": ("tools", "system"),
-    "instruction": ("input", "context", "system", "history"),
-}
-"""Fields that belong to others, and are read with them."""
-
-_QUESTIONS = {"prompt", "messages", "conversations", "instruction"}
-_ANSWERS = {"completion", "output", "chosen", "rejected"}
-_ANSWERS_TO: dict[str, tuple[str, ...]] = {
-    "prompt": ("completion", "chosen", "rejected"),
-    "instruction": _OUTPUTS,
-}
-_QUESTIONS_OF: dict[str, tuple[str, ...]] = {
-    "completion": ("prompt",),
-    "output": ("instruction",),
-    "chosen": ("prompt", "messages"),
-    "rejected": ("prompt", "messages"),
-}
-_MAIN_FIELDS = (
-    "text", "prompt", "completion", "messages", "conversations", "instruction", *_OUTPUTS, "chosen",
-    "rejected",
-)  # fmt: skip
+_OF_CHATS = {"tools", "functions", "system"}
+_PAIR = {"chosen", "rejected"}
+_QUESTIONS = ({"prompt"}, {"messages"}, {"conversations"}, {"instruction", *_INPUTS, "history"})
+_TOGETHER: tuple[Set[str], ...] = (
+    {"text"},
+    {"prompt", "completion", *_OF_CHATS},
+    {"messages", *_OF_CHATS},
+    {"conversations", *_OF_CHATS},
+    {"instruction", *_INPUTS, "history", "system", *_OUTPUTS},
+    *({*question, *_OF_CHATS, *_PAIR} for question in _QUESTIONS),
+)
+"""The fields that a sample of each shape may have, besides its weight and its label."""
 
 
 class BadShape(ValueError):
@@ -80,18 +68,17 @@ def mapped(row: Mapping[str, Any], columns: Mapping[ColumnField, str]) -> dict[s
 
 
 def _kept_beside(assigned: Set[str]) -> set[str]:
-    """The fields that are kept beside those to which columns are assigned, if a row has them."""
-    found = {"weight"}.union(*(_BELONGING.get(field, ()) for field in assigned))
-    if assigned & set(_INPUTS):
-        found -= set(_INPUTS)
-    if not assigned & _ANSWERS:
-        found = found.union(*(_ANSWERS_TO.get(field, ()) for field in assigned))
-    if not assigned & _QUESTIONS:
-        found = found.union(*(_QUESTIONS_OF.get(field, ()) for field in assigned))
-    if assigned & {"chosen", "rejected"}:
-        found |= {"chosen", "rejected"}
-    if not assigned - {"weight", "label"}:
-        found = found.union(_MAIN_FIELDS, *_BELONGING.values())
+    """The fields that are kept beside those to which columns are assigned, if a row has them: those of the
+    shapes that have all assigned fields. A chat to which a column is assigned is a sample by itself, so no
+    pair of answers is kept beside it."""
+    named = assigned - {"weight", "label"}
+    shapes = [fields for fields in _TOGETHER if named <= fields]
+    if named & {"messages", "conversations"} and not named & _PAIR:
+        shapes = [fields for fields in shapes if not fields & _PAIR]
+    found = {"weight"}.union(*shapes)
+    for alternatives in (_INPUTS, _OUTPUTS):
+        if assigned & set(alternatives):
+            found -= set(alternatives)
     return found
 
 

@@ -132,7 +132,7 @@ def _look_up(
     base = starting_models.find_for_planning(requested.model_name, database, settings)
     devices, warnings = devices_of(requested, settings, database)
     recipe, sequence = _recipe(requested, least_capable(devices)), _sequence(requested, base.architecture)
-    warnings += unsupported(recipe.device, quantised=recipe.quantised, optimizer=requested.optimizer)
+    warnings += unsupported(recipe.device, quantised=recipe.quantised, optimizer=requested.optimizer).values()
     with database.reading() as session:
         margin = measurements.margin(session, recipe.device)
     question = Question(

@@ -10,7 +10,7 @@ from app.contract.preview import Lengths
 from app.contract.spec import Spec
 from app.planning.devices import Device
 from app.planning.planner import PlannerEvidence, Question, Solution, alternatives, solve
-from app.planning.recipes import least_capable, recipe_of, unsupported
+from app.planning.recipes import least_capable, recipe_of, unsupported_on
 from app.planning.sharding import may_shard, sharded_across
 
 _ROUNDED_TO = 64
@@ -178,17 +178,32 @@ def _warnings(
         warnings.append(_does_not_fit(solution, others))
     samples = samples_of_one_pass(spec)
     if spec.data.overlength != "split" and samples < spec.effective_batch_size:
+        there = "is only 1 sample" if samples == 1 else f"are only {samples} samples"
         warnings.append(
-            f"there are only {samples} samples to train on, fewer than the effective batch of "
-            f"{spec.effective_batch_size}: each epoch is one step over all of them"
+            f"there {there} to train on, fewer than the effective batch of {spec.effective_batch_size}: each "
+            "epoch is one step over all of them"
         )
-    warmup = spec.schedule.warmup_steps
-    if warmup is not None and steps_total is not None and warmup >= steps_total:
-        warnings.append(
-            f"warmup_steps {warmup} is not shorter than the {steps_total} steps: the learning rate never "
-            "reaches its peak"
-        )
+    if steps_total is not None:
+        warnings += _warnings_of_steps(spec, steps_total)
     return (*warnings, *_warnings_of_options(spec, solution))
+
+
+def _warnings_of_steps(spec: Spec, steps_total: int) -> list[str]:
+    """Warnings about what a run is too short for."""
+    warnings = []
+    given, warmup = spec.schedule.warmup_steps, spec.schedule.warmup(steps_total)
+    of_run = "the run's only step" if steps_total == 1 else f"the {steps_total} steps of the run"
+    if warmup >= steps_total:
+        ratio = f"warmup_ratio {spec.schedule.warmup_ratio:g}"
+        named = ratio if given is None else f"warmup_steps {given}"
+        warnings.append(
+            f"the warmup ({named}) is not shorter than {of_run}: the learning rate never reaches its peak"
+        )
+    if spec.early_stopping is not None and spec.eval_every is not None and spec.eval_every > steps_total:
+        warnings.append(
+            f"early_stopping has no effect, since eval_every {spec.eval_every} is more than {of_run}"
+        )
+    return warnings
 
 
 def _does_not_fit(solution: Solution, others: Sequence[Alternative]) -> str:
@@ -236,7 +251,7 @@ def _warnings_of_options(spec: Spec, solution: Solution) -> list[str]:
         )
     if spec.use_cpu_offload and kind == "cpu":
         warnings.append("use_cpu_offload changes nothing on a CPU, whose memory holds everything already")
-    warnings += unsupported(kind, quantised=spec.method.name == "qlora", optimizer=spec.optimizer.name)
+    warnings += unsupported_on(kind, spec).values()
     unused = {"report_to": spec.report_to, "profile": spec.profile}
     without = [name for name, value in unused.items() if value] if spec.strategy == "independent" else []
     if without:

@@ -108,10 +108,29 @@ def _attention(spec: Spec, device: Device) -> Attention:
     return "eager" if spec.deterministic and device.kind == "cuda" and wide else spec.attention
 
 
-def unsupported(device: Literal["cpu", "cuda"], *, quantised: bool, optimizer: str) -> list[str]:
-    """Why a device cannot make such a step; empty if it can."""
-    needs_gpu = [name for name, used in (("qlora", quantised), ("adamw_8bit", optimizer == "adamw_8bit"))
-                 if used and device == "cpu"]  # fmt: skip
-    return [
-        f"{name} needs an NVIDIA GPU, and no worker here has one: the job would fail" for name in needs_gpu
-    ]
+def unsupported_on(device: Literal["cpu", "cuda"], spec: Spec) -> dict[str, str]:
+    """Why a device cannot make the steps of a spec, by the field that asks for it; empty if it can."""
+    return unsupported(
+        device,
+        quantised=spec.method.name == "qlora",
+        optimizer=spec.optimizer.name,
+        attention=spec.attention,
+    )
+
+
+def unsupported(
+    device: Literal["cpu", "cuda"], *, quantised: bool, optimizer: str, attention: str = "sdpa"
+) -> dict[str, str]:
+    """Why a device cannot make such a step, by the field that asks for it; empty if it can."""
+    if device != "cpu":
+        return {}
+    needs_gpu = {
+        "method": "qlora" if quantised else None,
+        "optimizer": optimizer if optimizer == "adamw_8bit" else None,
+        "attention": attention if attention == "flash_attention_2" else None,
+    }
+    return {
+        field: f"{name} needs an NVIDIA GPU, and no worker here has one: the job would fail"
+        for field, name in needs_gpu.items()
+        if name is not None
+    }

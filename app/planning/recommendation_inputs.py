@@ -156,8 +156,9 @@ def situation(
     of_objective = {} if spec is None else {"scores": len(spec.scores), "packing": spec.data.packing}
     optimizer = requested.optimizer or "adamw"
     recipe = make_recipe(least_capable(devices), "auto", optimizer, method, **of_objective)
-    for why in unsupported(recipe.device, quantised=recipe.quantised, optimizer=recipe.optimizer):
-        raise Unprocessable(f"{why}.", field="method" if recipe.quantised else "optimizer")
+    refused = unsupported(recipe.device, quantised=recipe.quantised, optimizer=recipe.optimizer)
+    for field, why in refused.items():
+        raise Unprocessable(f"{why}.", field=field)
     limits = memory_limits(0.9, None, measurements.margin(session, recipe.device))
     usual = min(architecture.positions, DEFAULT_MAX_LENGTH)
     sequence = usual if spec is None or job is None else _sample_length(spec, job)

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from app.contract.accumulation import AccumulationConfig, overridden
 from app.contract.model_reference import ModelReference
+from app.contract.objective import ObjectiveName
 from app.contract.plan import Plan
 from app.contract.preview import Lengths, PreviewSpec
 from app.contract.spec import Spec
@@ -34,7 +35,7 @@ from app.submissions.adapter_method import training_from
 from app.submissions.build_spec import Data, build_spec
 from app.submissions.distribution import Distribution
 from app.submissions.durations import predict, with_duration
-from app.submissions.objectives import training_for, warning_of_labels
+from app.submissions.objectives import training_for, warning_of_labels, warning_of_questions
 from app.submissions.requested_devices import check_workers_can_train, devices_of
 from app.submissions.requested_metrics import with_metrics
 from app.webhooks import addresses
@@ -67,6 +68,17 @@ def is_slow(model_name: str, dataset: DatasetConfig | None, settings: Settings) 
     may have to be fetched from object storage."""
     brings = dataset is not None and dataset.file_id is None
     return brings or settings.object_storage is not None or not base_models.is_local(model_name, settings)
+
+
+def _warnings_of_data(
+    measured: Lengths, spec: Spec, objective: ObjectiveName | None
+) -> tuple[str | None, ...]:
+    """Warnings about what a worker has found in the data."""
+    return (
+        warning_of_labels(measured.unused_keys, objective),
+        warning_of_questions(measured.unused_keys, spec.data.format),
+        lengths.warning_of_lengths(spec.data, measured),
+    )
 
 
 def check(
@@ -138,9 +150,8 @@ def check(
         profile_key = replace(profile_key, recipe=recipe)
         inputs.request_profile(profile_key)
     fewer = _fewer_steps(config, spec, plan)
-    labels = None if measured is None else warning_of_labels(measured.unused_keys, training.objective)
-    cut = None if measured is None else lengths.warning_of_lengths(spec.data, measured)
-    warnings = tuple(filter(None, (requested.sharing().warning, devices.warning, fewer, labels, cut)))
+    of_data = () if measured is None else _warnings_of_data(measured, spec, training.objective)
+    warnings = tuple(filter(None, (requested.sharing().warning, devices.warning, fewer, *of_data)))
     if warnings:
         plan = plan.model_copy(update={"warnings": (*plan.warnings, *warnings)})
     submission = Submission(

@@ -83,6 +83,30 @@ def warning_of_labels(unused_keys: Sequence[str], objective: ObjectiveName | Non
     )
 
 
+def warning_of_questions(unused_keys: Sequence[str], data_format: DataFormat | None) -> str | None:
+    """A warning if lines with answers have a field that looks like a part of their prompt, and is not read.
+
+    Args:
+        unused_keys: the keys of the lines that training ignores.
+    """
+    named = [key for key in unused_keys if key.lower() in _QUESTIONS]
+    if data_format not in _WITH_PROMPTS or not named:
+        return None
+    without = "the prompt is otherwise what both answers begin with" if data_format == "preference" else ""
+    return (
+        f"the lines have the field {' and '.join(named)}, which is ignored. If it is their prompt, say so "
+        f"when you upload the file (accrue submit --column prompt={named[0]}); if it is a part of the "
+        f"prompt, put it there{'; ' if without else ''}{without}"
+    )
+
+
+_WITH_PROMPTS: tuple[DataFormat, ...] = ("prompt_completion", "preference", "unpaired_preference")
+_QUESTIONS = {
+    "question", "query", "input", "context", "user", "system", "system_prompt", "instruction", "problem",
+}  # fmt: skip
+"""Common names of prompts and their parts."""
+
+
 def objective_spec(training: TrainingConfig) -> ObjectiveSpec | None:
     """The objective of a resolved configuration; None for supervised fine-tuning.
 

@@ -11,7 +11,7 @@ from app.errors import Unprocessable
 from app.jobs.request_schemas import TrainingRequest
 from app.planning.devices import Device
 from app.planning.inputs import PlanningInputs
-from app.planning.recipes import unsupported
+from app.planning.recipes import unsupported_on
 from app.settings import Settings
 
 
@@ -134,9 +134,7 @@ def check_workers_can_train(spec: Spec, requirements: Mapping[str, str], inputs:
     """
     of_workers = [device for own in inputs.devices_by_worker(requirements) for device in own]
     kinds = {device.kind for device in of_workers}
-    why = [] if "cuda" in kinds else unsupported(
-        "cpu", quantised=spec.method.name == "qlora", optimizer=spec.optimizer.name
-    )  # fmt: skip
-    if of_workers and why:
-        field = "method" if spec.method.name == "qlora" else "optimizer"
-        raise Unprocessable(f"{why[0]}.", field=f"training_config.{field}")
+    if not of_workers or "cuda" in kinds:
+        return
+    for field, why in unsupported_on("cpu", spec).items():
+        raise Unprocessable(f"{why}.", field=f"training_config.{field}")

@@ -122,9 +122,9 @@ def _best(
 ) -> tuple[str | None, Literal["validation_loss", "loss"] | None, str | None]:
     """The succeeded job with the lowest validation loss; or, if no job has validation data, the lowest
     training loss. None if the losses of the jobs cannot be compared, with the reason."""
-    if (why := why_not_comparable(jobs)) is not None:
-        return None, None, why
     has_validation = jobs[0].spec["data"]["validation"] is not None
+    if (why := why_not_comparable(jobs, by_validation=has_validation)) is not None:
+        return None, None, why
     by: Literal["validation_loss", "loss"] = "validation_loss" if has_validation else "loss"
     found = {row.training_id: getattr(row, by) for row in rows if row.status == "succeeded"}
     known = {job: loss for job, loss in found.items() if loss is not None and isfinite(loss)}

@@ -195,10 +195,10 @@ def _unknown(field: str, requested: type[BaseModel] | None) -> str:
     named = [each for each in [*beside, *there] if each.rpartition(".")[2] == meant and each != field]
     if group and name in named[:1]:
         return f"{message}: {name} belongs at the top level of the request, not in {group}"
+    names = {each.rpartition(".")[2]: each for each in beside}
     if group and not any(each in beside for each in named):  # such as n_epochs for epochs
-        names = {each.rpartition(".")[2]: each for each in beside}
         named = [names[each] for each in get_close_matches(name, names, n=1, cutoff=0.8)] or named
-    near = named or get_close_matches(field, beside, n=1, cutoff=0.7)
+    near = named or [names[each] for each in get_close_matches(name, names, n=1, cutoff=0.7)]
     return f"{message}: did you mean {near[0]}?" if near else f"{message}: see /docs"
 
 

@@ -455,6 +455,32 @@ def test_rows_of_empty_cells_are_skipped(client: TestClient) -> None:
         ({"weight": "w"}, "conversations,system,w", "conversations system weight"),
         ({"prompt": "q", "completion": "a"}, "q,a,chosen,rejected,text", "prompt completion"),
         ({"prompt": "completion", "completion": "prompt"}, "prompt,completion", "prompt completion"),
+        (
+            {"output": "a"},
+            "instruction,input,system,history,response,id,a",
+            "instruction input system history output",
+        ),
+        ({"output": "a"}, "instruction,context,a", "instruction context output"),
+        ({"input": "i"}, "instruction,i,context,output", "instruction input output"),
+        (
+            {"chosen": "good", "rejected": "bad"},
+            "instruction,input,good,bad,output",
+            "instruction input chosen rejected",
+        ),
+        (
+            {"chosen": "good", "rejected": "bad"},
+            "conversations,system,good,bad",
+            "conversations system chosen rejected",
+        ),
+        ({"instruction": "q"}, "q,chosen,rejected", "instruction chosen rejected"),
+        ({"conversations": "c"}, "c,tools,system,chosen,rejected", "conversations tools system"),
+        (
+            {"conversations": "c", "chosen": "chosen"},
+            "c,system,chosen,rejected",
+            "conversations system chosen rejected",
+        ),
+        ({"system": "s"}, "s,messages,tools,id", "system messages tools"),
+        ({"text": "t"}, "t,prompt,completion,label", "text"),
     ],
 )
 def test_columns_that_complete_the_mapped_ones_are_kept(

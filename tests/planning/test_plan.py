@@ -1,9 +1,10 @@
 import re
+from typing import Any
 
 import pytest
 
 from app.contract.plan import FixedCount, FixedSize, Plan, TokenBudget
-from app.contract.spec import RequestedSplit, Spec, ValidationSpec, ZeroStage
+from app.contract.spec import EarlyStopping, RequestedSplit, Spec, ValidationSpec, ZeroStage
 from app.planning.devices import GIB, Device
 from app.planning.plan import devices_worth_using, make_plan
 from app.planning.planner import PlannerEvidence, by_formula
@@ -153,6 +154,46 @@ def test_held_out_samples_are_not_counted_as_training_samples() -> None:
     data = spec.data.model_copy(update={"examples": 70, "validation": held})
     plan = plan_by_formula(spec.model_copy(update={"data": data}), gpus(1), predicted=True)
     assert any("only 63 samples to train on" in warning for warning in plan.warnings)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "examples", "warning"),
+    [
+        (
+            {"warmup_ratio": 0.1, "warmup_rounds_up": True},
+            8,
+            "the warmup (warmup_ratio 0.1) is not shorter than the run's only step",
+        ),
+        ({"warmup_ratio": 1.0}, 16, "the warmup (warmup_ratio 1) is not shorter than the 2 steps of the run"),
+        ({"warmup_steps": 2}, 16, "the warmup (warmup_steps 2) is not shorter than the 2 steps of the run"),
+        ({"warmup_ratio": 0.5}, 16, None),
+        ({"warmup_ratio": 0.0}, 8, None),
+    ],
+)  # fmt: skip
+def test_a_warmup_that_never_ends_causes_a_warning(
+    schedule: dict[str, Any], examples: int, warning: str | None
+) -> None:
+    spec = make_spec(effective_batch_size=8, epochs=1, max_steps=None)
+    changes = {
+        "data": spec.data.model_copy(update={"examples": examples}),
+        "schedule": spec.schedule.model_copy(update={"warmup_steps": None, **schedule}),
+    }
+    plan = plan_by_formula(spec.model_copy(update=changes), gpus(1), predicted=True)
+    found = [each for each in plan.warnings if "warmup" in each]
+    assert found == ([] if warning is None else [f"{warning}: the learning rate never reaches its peak"])
+
+
+def test_early_stopping_without_any_evaluation_causes_a_warning() -> None:
+    spec = make_spec(
+        effective_batch_size=8,
+        epochs=None,
+        max_steps=4,
+        early_stopping=EarlyStopping(patience=1, min_delta=0.0),
+    )
+    for every, warned in ((4, False), (5, True)):
+        own = spec.model_copy(update={"eval_every": every})
+        plan = plan_by_formula(own, gpus(1), predicted=True)
+        assert any("early_stopping has no effect" in each for each in plan.warnings) == warned
 
 
 def test_a_model_that_fits_no_device_is_divided_among_several() -> None:

@@ -229,6 +229,8 @@ def test_jobs_are_planned_for_the_workers_devices(client: TestClient) -> None:
     assert requested({"training_config": {"method": "qlora"}}) == ""  # nobody knows of any worker
     beat(database, "worker-1", "here", [CPU])
     assert "qlora needs an NVIDIA GPU" in requested({"training_config": {"method": "qlora"}})
+    flash = {"training_config": {"attention": "flash_attention_2"}}
+    assert "flash_attention_2 needs an NVIDIA GPU" in requested(flash)
     assert "no worker has a GPU" in requested({"gpu_ids": [0]})
     beat(database, "worker-2", "there", [GPU])
     assert requested({"gpu_ids": [2]}) == ""

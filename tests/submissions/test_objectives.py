@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
+from app.contract.data_formats import DataFormat
 from app.settings import Settings
-from app.submissions.objectives import warning_of_labels
+from app.submissions.objectives import warning_of_labels, warning_of_questions
 from tests.harness.requests import PATH, service
 
 PAIRS = [{"prompt": f"Say {each}", "chosen": " yes", "rejected": " no"} for each in range(8)]
@@ -212,3 +213,21 @@ def test_labels_that_no_objective_learns_from_get_a_warning() -> None:
     warning = warning_of_labels(("id", "label"), None)
     assert warning is not None
     assert "sft learns from every line alike" in warning
+
+
+@pytest.mark.parametrize(
+    ("keys", "data_format", "named"),
+    [
+        (("id", "question", "system"), "preference", "question and system, which is ignored"),
+        (("system",), "prompt_completion", "--column prompt=system"),
+        (("id", "source"), "preference", None),
+        (("question",), "messages", None),
+        (("question",), "text", None),
+    ],
+)
+def test_a_question_that_is_not_read_gets_a_warning(
+    keys: tuple[str, ...], data_format: DataFormat, named: str | None
+) -> None:
+    warning = warning_of_questions(keys, data_format)
+    assert (warning is None) == (named is None)
+    assert named is None or named in str(warning)

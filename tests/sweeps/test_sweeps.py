@@ -344,6 +344,11 @@ def test_a_job_that_is_trained_again_takes_the_place_of_the_failed_one(
         ({"vary": {"dataset_config.validation_split": [0.1, 0.2]}}, "since held-out samples vary"),
         ({"vary": {"dataset_config.max_length": [32, 64]}}, "since lengths vary"),
         ({"vary": {"training_config.objective": ["sft", "classification"]}}, "since objectives vary"),
+        ({"vary": {"dataset_config.overlength": ["truncate", "split"]}}, "treatments of long samples vary"),
+        (
+            {"vary": {"training_config.label_smoothing": [0.0, 0.4]}, "without": "validation_split"},
+            "since amounts of label smoothing vary",
+        ),
         ({"vary": {"training_config.seed": [1, 2]}, "without": "validation_split"}, None),
     ],
 )
@@ -355,7 +360,7 @@ def test_losses_that_cannot_be_compared_name_no_best(
     ids = [job["training_id"] for job in create(client, {**body, "dataset_config": data}, **changes)["jobs"]]
     database = Database(settings.resolved_database_url)
     for job_id, loss in zip(ids, (2.0, 1.0), strict=True):
-        end(database, job_id, loss, None if why is None else loss)
+        end(database, job_id, loss, None if without else loss)
     database.close()
     sweep = client.get(f"{SWEEPS}/rates").json()
     if why is None:

@@ -10,7 +10,7 @@ from transformers import (
 from app.jobs.training_config import TrainingConfig
 from app.submissions.optimizer import schedule_spec
 from tests.harness.specs import make_schedule
-from workers.training.schedule import rate_factor, warmup_of
+from workers.training.schedule import rate_factor
 
 
 @pytest.mark.parametrize("warmup", [0, 1, 7])
@@ -30,11 +30,11 @@ def test_the_values_are_transformers_own(name: str, warmup: int) -> None:
 
 
 def test_warmup_as_a_share_of_the_steps() -> None:
-    assert warmup_of(make_schedule("linear", warmup_ratio=0.1), 55) == 5, "of a job of an earlier version"
+    assert make_schedule("linear", warmup_ratio=0.1).warmup(55) == 5, "of a job of an earlier version"
     for steps, share in ((10, 0.03), (30, 0.05), (55, 0.1), (100, 0.29), (200, 0.57), (100, 0.0)):
         theirs = TrainingArguments(warmup_steps=share, output_dir="unused").get_warmup_steps(steps)
         own = schedule_spec(TrainingConfig(warmup_ratio=share, lr_scheduler="linear"))
-        assert warmup_of(own, steps) == theirs, (steps, share)
+        assert own.warmup(steps) == theirs, (steps, share)
 
 
 @pytest.mark.parametrize("steps", [10, 37, 100])

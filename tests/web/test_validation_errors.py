@@ -62,6 +62,7 @@ def of_method(method: Any) -> dict[str, Any]:
         ),
         (of_method({"lora": {"r": -1}}), "training_config.method.lora.r", "greater than or equal to 1"),
         ({"mixed_precision": "int8"}, "mixed_precision", PRECISIONS),
+        (of_method({"lora": {"use_dora": True}}), "training_config.method.lora.use_dora", "see /docs"),
         ({"user_id": [1]}, "user_id", "input should be a valid integer or a valid string"),
         ({"gpu_ids": ["a"]}, "gpu_ids.0", NUMBER),
         ({"model_name": "/models/gpt2"}, "model_name", "there, and give name or owner/name"),

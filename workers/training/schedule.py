@@ -1,17 +1,9 @@
 """The learning rate as a pure function of the number of updates, so no scheduler state is saved."""
 
-from math import ceil, cos, pi
+from math import cos, pi
 from typing import assert_never
 
 from app.contract.spec import ScheduleSpec
-
-
-def warmup_of(schedule: ScheduleSpec, steps_total: int) -> int:
-    """The number of warmup updates."""
-    if schedule.warmup_steps is not None:
-        return schedule.warmup_steps
-    updates = schedule.warmup_ratio * steps_total
-    return ceil(updates) if schedule.warmup_rounds_up else int(updates)
 
 
 def rate_factor(schedule: ScheduleSpec, step: int, steps_total: int) -> float:
@@ -24,7 +16,7 @@ def rate_factor(schedule: ScheduleSpec, step: int, steps_total: int) -> float:
     """
     if schedule.name == "one_cycle":
         return _one_cycle(schedule, step, steps_total)
-    warmup = warmup_of(schedule, steps_total)
+    warmup = schedule.warmup(steps_total)
     if step < warmup:
         return _warming(schedule, step / max(1, warmup))
     if schedule.name == "constant":

@@ -136,7 +136,7 @@ def check_weights_changed(model: nn.Module, before: str | None) -> None:
     if before is not None and digest_of_weights(model) == before:
         raise CannotTrain(
             "nothing_to_learn",
-            "no step changed any weight, so the model is the base model: raise learning_rate, make "
-            "warmup_steps shorter than the run, or check gradient_clipping and the weights of the samples "
-            "(with kto, desirable_weight and undesirable_weight)",
+            "no step changed any weight, so the model is the base model: raise learning_rate, make the "
+            "warmup (warmup_steps or warmup_ratio) shorter than the run, or check gradient_clipping and the "
+            "weights of the samples (with kto, desirable_weight and undesirable_weight)",
         )
