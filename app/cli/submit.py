@@ -20,7 +20,7 @@ from app.errors import InvalidRequest
 
 commands = typer.Typer()
 
-_DEFAULT_MODEL = "accrue/tiny-gpt2"
+DEFAULT_MODEL = "accrue/tiny-gpt2"
 
 DataFile = Annotated[
     Path,
@@ -60,7 +60,7 @@ def _finite(value: float | None) -> float | None:
 @commands.command()
 def submit(
     file: DataFile,
-    model: Model = _DEFAULT_MODEL,
+    model: Model = DEFAULT_MODEL,
     batch: Batch = None,
     steps: Annotated[
         int | None,
@@ -185,7 +185,7 @@ def _devices(given: str | None) -> int | str | None:
 @commands.command()
 def tune(
     file: DataFile,
-    model: Model = _DEFAULT_MODEL,
+    model: Model = DEFAULT_MODEL,
     batch: Batch = None,
     max_length: MaxLength = None,
     column: Columns = None,
@@ -215,7 +215,7 @@ def tune(
 @commands.command()
 def preview(
     data: Annotated[str, typer.Argument(help="A data file, or the id of an uploaded one: file-…")],
-    model: Model = _DEFAULT_MODEL,
+    model: Model = DEFAULT_MODEL,
     column: Columns = None,
     max_length: MaxLength = None,
     limit: Annotated[int, typer.Option(min=1, max=20, help="Samples to show")] = 3,
@@ -373,9 +373,7 @@ def submit_file(
         **more,
     }
     body = without_none(body)
-    by_options = deepcopy(body)
-    if model == _DEFAULT_MODEL:
-        del by_options["model_name"]
+    by_options = _given(body)
     queued = False
     try:
         for assignment in settings or []:
@@ -414,10 +412,10 @@ def _set(body: dict[str, Any], assignment: str, by_options: dict[str, Any]) -> N
     """Sets `field=value` or `group.field=value`; the value is JSON, or else the text as it stands.
 
     Args:
-        by_options: the body without `--set`.
+        by_options: what options have set, as `_given` returns it.
 
     Raises:
-        BadParameter: it has no such form, or an option gives the field another value.
+        BadParameter: the assignment has another form, or an option gives the field another value.
     """
     path, equals, text = assignment.partition("=")
     *groups, name = path.split(".")
@@ -425,7 +423,7 @@ def _set(body: dict[str, Any], assignment: str, by_options: dict[str, Any]) -> N
         raise typer.BadParameter(f"{assignment!r} is not FIELD=VALUE", param_hint="--set")
     for depth, (group, inner) in enumerate(pairwise([*groups, name]), 1):
         if by_options.get(group) not in (None, inner) and not isinstance(by_options[group], dict):
-            raise _twice(".".join(groups[:depth]), by_options[group], inner)
+            raise _contradiction(".".join(groups[:depth]), by_options[group], inner)
         if not isinstance(body.get(group), dict):  # "lora" becomes {"lora": …} if its options are set
             body[group] = {}
         body = body[group]
@@ -434,14 +432,35 @@ def _set(body: dict[str, Any], assignment: str, by_options: dict[str, Any]) -> N
         value = json.loads(text)
     except ValueError:
         value = text
-    given = by_options.get(name)
-    if given not in (None, False, value) and not isinstance(given, dict):
-        raise _twice(path, given, text)
+    if not _agree(by_options.get(name), value):
+        raise _contradiction(path, by_options[name], text)
     body[name] = value
 
 
-def _twice(path: str, given: object, text: str) -> typer.BadParameter:
+def _given(body: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a request that options of the command line have set: those that it always has, such as
+    the data, are left out."""
+    given = {name: value for name, value in body.items() if name not in ("dry_run", "dataset_config")}
+    if given["model_name"] == DEFAULT_MODEL:
+        del given["model_name"]
+    data = body.get("dataset_config", {})
+    own = {name: value for name, value in data.items() if name in ("max_length", "validation_split")}
+    return deepcopy({**given, "dataset_config": own})
+
+
+def _agree(given: Any, value: Any) -> bool:
+    """Whether a field's value by --set agrees with that of an option. `lora` agrees with lora's options."""
+    if given is None:
+        return True
+    if isinstance(given, dict):
+        return not given
+    if isinstance(value, dict):
+        return list(value) == [given]
+    return bool(given == value) and isinstance(given, bool) == isinstance(value, bool)
+
+
+def _contradiction(path: str, given: object, text: str) -> typer.BadParameter:
+    named = f"{path} is {given}" if not isinstance(given, dict) else f"fields of {path} are given"
     return typer.BadParameter(
-        f"{path} is {given} by an option or argument of this command, and {text} by --set: give it only once",
-        param_hint="--set",
+        f"{named} by an option of this command, and {text} by --set: give it only once", param_hint="--set"
     )

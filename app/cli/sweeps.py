@@ -10,7 +10,7 @@ import typer
 
 from app.cli.client import Client
 from app.cli.options import DEFAULT_URL, AsJson, Columns, Url, columns_of
-from app.cli.submit import Batch, DataFile, MaxLength, Model, Settings, submit_file
+from app.cli.submit import DEFAULT_MODEL, Batch, DataFile, MaxLength, Model, Settings, submit_file
 
 commands = typer.Typer()
 
@@ -32,7 +32,7 @@ def sweep(
         ),
     ],
     name: Annotated[str | None, typer.Option(help="Name of the sweep; generated if omitted")] = None,
-    model: Model = "accrue/tiny-gpt2",
+    model: Model = DEFAULT_MODEL,
     batch: Batch = None,
     epochs: Annotated[int | None, typer.Option(help="Passes over the data; default 3")] = None,
     max_steps: Annotated[int | None, typer.Option(help="Optimizer steps, instead of epochs")] = None,
@@ -58,7 +58,7 @@ def sweep(
 
     The best job is the one with the lowest validation loss, or training loss if there is no validation data.
     """
-    if validation_split is None and not any("validation_file_id" in each for each in settings or ()):
+    if validation_split is None and not any("dataset_config.validation_" in each for each in settings or ()):
         validation_split = 0.1
     dataset = {"max_length": max_length, "validation_split": validation_split or None}
     training = {"epochs": epochs, "max_steps": max_steps, "method": method}

@@ -108,6 +108,7 @@ class ScheduleSpec(Frozen):
     div_factor: float
     """one_cycle: the peak rate divided by the first rate."""
     final_div_factor: float
+    """one_cycle: the first rate divided by the last one."""
 
     def warmup(self, steps_total: int) -> int:
         """The number of warmup updates in a run of `steps_total` steps."""
@@ -115,8 +116,6 @@ class ScheduleSpec(Frozen):
             return self.warmup_steps
         updates = self.warmup_ratio * steps_total
         return ceil(updates) if self.warmup_rounds_up else int(updates)
-
-    """one_cycle: the first rate divided by the last one."""
 
 
 class MethodSpec(Frozen):

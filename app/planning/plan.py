@@ -193,7 +193,7 @@ def _warnings_of_steps(spec: Spec, steps_total: int) -> list[str]:
     warnings = []
     given, warmup = spec.schedule.warmup_steps, spec.schedule.warmup(steps_total)
     of_run = "the run's only step" if steps_total == 1 else f"the {steps_total} steps of the run"
-    if warmup >= steps_total:
+    if warmup >= steps_total and spec.schedule.warmup_start < 1:
         ratio = f"warmup_ratio {spec.schedule.warmup_ratio:g}"
         named = ratio if given is None else f"warmup_steps {given}"
         warnings.append(

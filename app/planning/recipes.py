@@ -109,7 +109,7 @@ def _attention(spec: Spec, device: Device) -> Attention:
 
 
 def unsupported_on(device: Literal["cpu", "cuda"], spec: Spec) -> dict[str, str]:
-    """Why a device cannot make the steps of a spec, by the field that asks for it; empty if it can."""
+    """Why a device cannot make the steps of a spec, by the field that requires it; empty if it can."""
     return unsupported(
         device,
         quantised=spec.method.name == "qlora",
@@ -121,7 +121,7 @@ def unsupported_on(device: Literal["cpu", "cuda"], spec: Spec) -> dict[str, str]
 def unsupported(
     device: Literal["cpu", "cuda"], *, quantised: bool, optimizer: str, attention: str = "sdpa"
 ) -> dict[str, str]:
-    """Why a device cannot make such a step, by the field that asks for it; empty if it can."""
+    """Why a device cannot make such a step, by the field that requires it; empty if it can."""
     if device != "cpu":
         return {}
     needs_gpu = {

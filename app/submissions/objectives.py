@@ -84,27 +84,32 @@ def warning_of_labels(unused_keys: Sequence[str], objective: ObjectiveName | Non
 
 
 def warning_of_questions(unused_keys: Sequence[str], data_format: DataFormat | None) -> str | None:
-    """A warning if lines with answers have a field that looks like a part of their prompt, and is not read.
+    """A warning if lines with answers have a field that looks like their prompt, or a part of it, and is not
+    read.
 
     Args:
         unused_keys: the keys of the lines that training ignores.
     """
-    named = [key for key in unused_keys if key.lower() in _QUESTIONS]
-    if data_format not in _WITH_PROMPTS or not named:
+    if data_format not in _WITH_PROMPTS:
         return None
-    without = "the prompt is otherwise what both answers begin with" if data_format == "preference" else ""
-    return (
-        f"the lines have the field {' and '.join(named)}, which is ignored. If it is their prompt, say so "
-        f"when you upload the file (accrue submit --column prompt={named[0]}); if it is a part of the "
-        f"prompt, put it there{'; ' if without else ''}{without}"
-    )
+    parts = [key for key in unused_keys if key.lower() in _PARTS_OF_PROMPTS]
+    prompts = [key for key in unused_keys if key.lower() in _PROMPTS] if data_format == "preference" else []
+    if prompts:
+        return (
+            f"{_fields(prompts)} ignored: if {prompts[0]} is the prompt of both answers, say so when you "
+            f"upload the file (accrue submit --column prompt={prompts[0]})"
+        )
+    return f"{_fields(parts)} ignored: if that belongs to the prompt, put it there" if parts else None
+
+
+def _fields(names: Sequence[str]) -> str:
+    return f"the field {names[0]} is" if len(names) == 1 else f"the fields {' and '.join(names)} are"
 
 
 _WITH_PROMPTS: tuple[DataFormat, ...] = ("prompt_completion", "preference", "unpaired_preference")
-_QUESTIONS = {
-    "question", "query", "input", "context", "user", "system", "system_prompt", "instruction", "problem",
-}  # fmt: skip
-"""Common names of prompts and their parts."""
+_PROMPTS = {"question", "query", "problem", "instruction", "user"}
+_PARTS_OF_PROMPTS = {"system", "system_prompt", "context", "input"}
+"""Common names of prompts, and of their parts."""
 
 
 def objective_spec(training: TrainingConfig) -> ObjectiveSpec | None:

@@ -1,12 +1,14 @@
 """The values of `accrue sweep --vary`."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import typer
+from typer.testing import CliRunner
 
-from app.cli import sweeps
+from app.cli import app, sweeps
 from app.cli.sweeps import _values
 
 
@@ -53,3 +55,31 @@ def test_a_sweep_is_announced_and_followed_without_a_terminal(
     shown = capsys.readouterr().err
     assert "first: 2 jobs (ftjob-0, ftjob-1)" in shown
     assert "first: 1 of 2 jobs have ended" in shown
+
+
+@pytest.mark.parametrize(
+    ("settings", "share"),
+    [
+        ([], 0.1),
+        (["dataset_config.packing=true"], 0.1),
+        (["dataset_config.validation_split=0.2"], None),
+        (["dataset_config.validation_file_id=file-1"], None),
+    ],
+)
+def test_jobs_are_compared_on_held_out_samples_unless_set_otherwise(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, settings: list[str], share: float | None
+) -> None:
+    given: dict[str, Any] = {}
+
+    def submit_file(
+        client: Any, file: Path, model: str, batch: None, dataset: dict[str, Any], *rest: Any
+    ) -> Any:
+        given.update(dataset)
+        raise typer.Exit(7)
+
+    monkeypatch.setattr(sweeps, "submit_file", submit_file)
+    (tmp_path / "a.jsonl").touch()
+    options = [option for each in settings for option in ("--set", each)]
+    command = ["--vary", "seed=1,2", str(tmp_path / "a.jsonl"), *options]
+    assert CliRunner().invoke(app, ["sweep", *command]).exit_code == 7
+    assert given["validation_split"] == share

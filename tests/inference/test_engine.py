@@ -600,10 +600,13 @@ def test_a_failed_forward_pass_ends_only_the_request_that_caused_it(
         for name, prompt in prompts.items()
     }
     step, read = Batch.step, Batch.read
+    together: list[int] = []
 
     def failing_step(self: Batch) -> Any:
         if not in_prompt and any(row.request_id == "bad" and len(row.made) > 3 for row in self.rows):
+            together.clear()
             raise RuntimeError("this position does not exist")
+        together.append(len(self.rows))
         return step(self)
 
     def failing_read(self: Batch, choices: Sequence[Choice]) -> Any:
@@ -621,6 +624,7 @@ def test_a_failed_forward_pass_ends_only_the_request_that_caused_it(
         assert found[name].error is None
         assert text_of(found[name]) == text_of(alone[name])
         assert found[name].usage == alone[name].usage
+    assert max(together) == 3, "the others are computed together again"
 
 
 def test_a_context_with_another_name_is_known() -> None:

@@ -48,8 +48,8 @@ class Forward:
 
 
 @dataclass(frozen=True)
-class Read:
-    """A prompt that has been read: what joins a batch."""
+class ReadPrompt:
+    """A prompt that the model has read, and the choices that continue it."""
 
     choices: Sequence[Choice]
     cache: Any
@@ -89,13 +89,13 @@ class Batch:
         """Whether choices should join: the padded cache then has at most `tokens_at_most` tokens and, unless
         the batch is empty, at most about half of it is padding, plus an allowance."""
         rows = [*self.rows, *choices]
-        if len(rows) > 1 and any(row.must_be_alone for row in rows):
+        if len(rows) > 1 and any(row.failed_passes > 1 for row in rows):
             return False
         padded = len(rows) * max(row.longest for row in rows)
         is_even = padded <= 2 * sum(row.longest for row in rows) + _TOKENS_AT_ONCE
         return padded <= tokens_at_most and (is_even or not self.rows)
 
-    def read(self, choices: Sequence[Choice]) -> Read:
+    def read(self, choices: Sequence[Choice]) -> ReadPrompt:
         """Reads the prompt that these choices share (or, of a single one, also the tokens that it has made),
         without changing the batch: an error concerns these choices only."""
         cache, columns = None, 0
@@ -107,9 +107,9 @@ class Batch:
             tokens = torch.tensor([part], device=self.device)
             logits, cache = self._forward(tokens, _ones(columns, self.device), cache)
         cache_rows.repeat(cache, len(choices))
-        return Read(choices, cache, columns, logits[0])
+        return ReadPrompt(choices, cache, columns, logits[0])
 
-    def join(self, read: Read) -> Iterator[tuple[Choice, Tensor]]:
+    def join(self, read: ReadPrompt) -> Iterator[tuple[Choice, Tensor]]:
         """Adds choices as rows, after their prompt was read.
 
         Yields:

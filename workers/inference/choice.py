@@ -33,8 +33,9 @@ class Choice:
     """How many alternatives of each token are returned; None: no log probabilities at all."""
     made: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
-    must_be_alone: bool = False
-    """Whether it shares no forward pass with others, since one in which it took part has failed."""
+    failed_passes: int = 0
+    """How many forward passes, which it shared with others, have failed without one in between that
+    succeeded."""
     _pending: list[TokenLogprob] = field(default_factory=list)
     """Log probabilities of tokens whose text is not certain yet."""
 

@@ -308,8 +308,8 @@ class Engine:
         self._guarded(join, batch, choices)
 
     def _step(self, adapter: str | None, batch: Batch) -> None:
-        """Makes a token of each row. If that fails, each row goes on by itself, so that only the request that
-        caused the failure fails again."""
+        """Makes a token for each row. If that fails, each row is read again by itself, so that only the
+        request that caused the failure fails again; if the others then fail together, they go on alone."""
         if not batch.rows:
             return
         try:
@@ -323,9 +323,11 @@ class Engine:
             rows = list(batch.rows)
             batch.leave(rows)
             for row in rows:
-                row.must_be_alone = True
+                row.failed_passes += 1
             self._waiting.extendleft((adapter, [row]) for row in reversed(rows))
             return
+        for row, _ in taken:
+            row.failed_passes = 0
         self._take_all(batch, taken)
 
     def _take_all(self, batch: Batch, found: Sequence[tuple[Choice, Tensor]]) -> None:

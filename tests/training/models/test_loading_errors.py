@@ -35,5 +35,12 @@ def test_a_missing_key_is_named() -> None:
     assert reason_of(KeyError("factor"), {"rope_scaling": {"rope_type": "yarn"}}) == "KeyError: 'factor'"
 
 
+def test_a_reason_names_no_path_and_needs_no_valid_configuration() -> None:
+    path = "/srv/" + "a" * 600
+    found = reason_of(OSError(f"no file in {path}, or in its parent"), ["no object"], {path: "me/model"})
+    assert found == "no file in me/model, or in its parent"
+    assert len(reason_of(OSError("x" * 1000))) == 500
+
+
 def test_an_error_without_text_is_named_by_its_type() -> None:
     assert reason_of(AssertionError()) == "AssertionError"

@@ -151,15 +151,13 @@ _TRANSIENT = {408, 425, 429, *range(500, 600)}
 
 
 def first_lines(error: Exception, assignment: Assignment, folder: Path) -> str:
-    """What `reason_of` says of an error, with paths replaced by the model's name."""
+    """Why a model could not be loaded (`reason_of`), with its name in place of paths."""
     try:
         config = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         config = None
-    first = reason_of(error, config)
-    for path in (str(folder), assignment.model_path):
-        first = first.replace(path, assignment.spec.model.name)
-    return first
+    paths = (str(folder), assignment.model_path)
+    return reason_of(error, config, dict.fromkeys(paths, assignment.spec.model.name))
 
 
 def _hub_token() -> str | None:
