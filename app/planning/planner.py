@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from math import ceil, inf
 
-from app.contract.accumulation import MAX_ACCUMULATION_STEPS
+from app.contract.accumulation import MAX_ACCUMULATION_STEPS, MAX_MICRO_BATCH
 from app.contract.architecture import Architecture
 from app.contract.memory_profile import Recipe
 from app.contract.plan import Alternative, FixedCount, FixedSize, MicroBatchRule, TokenBudget
@@ -210,27 +210,23 @@ def solve(question: Question, known: PlannerEvidence) -> Solution:
     beyond which throughput stops growing.
 
     If the model may be sharded, the solution is the first that fits of ddp and the stages of fsdp: each
-    divides more among the devices, and exchanges more.
+    divides more among the devices, and exchanges more. If none fits, and not even one sample fits beside a
+    full copy of the model, the solution is the one that divides the most, if it needs less.
     """
     copied = _solve_as(question, known)
     if copied.fits or not _may_shard(question):
         return copied
-    divided = (
-        _solve_as(replace(question, strategy="fsdp", zero_stage=stage), known) for stage in ZERO_STAGES
-    )
-    return next((each for each in divided if each.fits), copied)
+    divided = copied
+    for stage in ZERO_STAGES:
+        divided = _solve_as(replace(question, strategy="fsdp", zero_stage=stage), known)
+        if divided.fits:
+            return divided
+    fits_one = all(rank.capacity.largest for rank in copied.ranks)
+    return copied if fits_one else min(copied, divided, key=_peak)
 
 
-def solve_closest(question: Question, known: PlannerEvidence) -> Solution:
-    """As `solve`; but if nothing fits, not even one sample beside a full copy of the model, the solution that
-    divides the most, if it needs less."""
-    solution = solve(question, known)
-    fits_one = all(rank.capacity.largest for rank in solution.ranks)
-    if solution.fits or fits_one or not _may_shard(question):
-        return solution
-    divided = _solve_as(replace(question, strategy="fsdp", zero_stage=ZERO_STAGES[-1]), known)
-    sharded, copied = (each.tightest.memory.peak_process_bytes for each in (divided, solution))
-    return divided if sharded < copied else solution
+def _peak(solution: Solution) -> int:
+    return solution.tightest.memory.peak_process_bytes
 
 
 def _may_shard(question: Question) -> bool:
@@ -393,8 +389,7 @@ def alternatives(solution: Solution, known: PlannerEvidence) -> list[Alternative
     base = replace(question, strategy="ddp") if question.may_shard else question
     found = []
     if solution.micro_batch > 1:
-        smaller = solve(replace(base, split=PLANNED, at_most=solution.micro_batch // 2), beside)
-        found.append(_alternative(f"micro_batch_size: {smaller.micro_batch}", smaller, is_planned=False))
+        found.append(_with_smaller_micro_batches(solution, replace(base, at_most=None), beside))
     for change in changes(question.recipe, question.sequence):
         other = replace(base, recipe=change.recipe, sequence=change.sequence)
         found.append(_alternative(change.description, solve(other, beside), is_planned=question.is_planned))
@@ -404,6 +399,18 @@ def alternatives(solution: Solution, known: PlannerEvidence) -> list[Alternative
         more = solve(replace(base, devices=devices, split=split), beside)
         found.append(_alternative(f"num_gpus: {len(devices)}", more, is_planned=question.is_planned))
     return sorted(found, key=lambda alternative: not alternative.fits)
+
+
+def _with_smaller_micro_batches(
+    solution: Solution, question: Question, known: PlannerEvidence
+) -> Alternative:
+    """The alternative of a fixed micro-batch, at most half as large, that is the same on each device."""
+    at_most = min(solution.micro_batch // 2, MAX_MICRO_BATCH)
+    planned = solve(replace(question, split=PLANNED, at_most=at_most), known)
+    size = min(rank.micro_batch for rank in planned.ranks)
+    split = PLANNED.model_copy(update={"micro_batch_size": size, "devices": len(question.devices)})
+    fixed = solve(replace(question, split=split, shrink_to_fit=False), known)
+    return _alternative(f"micro_batch_size: {size}", fixed, is_planned=False)
 
 
 def _alternative(change: str, solution: Solution, *, is_planned: bool) -> Alternative:

@@ -20,7 +20,6 @@ from app.planning.planner import (
     alternatives,
     recipe_of_rank,
     solve,
-    solve_closest,
 )
 from app.planning.schemas import BatchSizeResponse, DeviceSplit
 from app.planning.sharding import sharded_across
@@ -36,7 +35,7 @@ def answer(
     question: Question, known: PlannerEvidence, model_name: str, warnings: list[str]
 ) -> BatchSizeResponse:
     """The planner's split, its predicted memory, and the alternatives to it."""
-    solution = solve_closest(question, known)
+    solution = solve(question, known)
     others = alternatives(solution, known)
     return _answer(
         solution,
