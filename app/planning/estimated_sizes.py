@@ -24,7 +24,7 @@ _KINDS = ("layers_block_type", "layer_types", "hybrid_override_pattern")
 _HIDDEN = ("hidden_size", "n_embd", "n_embed", "d_model", "embedding_dim", "emb_dim")
 _HEADS = (
     "num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads",
-    "encoder_attention_heads",
+    "encoder_attention_heads", "attention_heads", "num_decoder_attention_heads",
 )  # fmt: skip
 _KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "num_attention_groups", "multi_query_group_num")
 _INNER = (

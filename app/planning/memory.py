@@ -21,7 +21,7 @@ from app.contract.loss_chunks import rows_of_chunk
 from app.contract.memory_profile import Recipe
 from app.contract.model_reference import LoraSpec
 from app.contract.spec import OptimizerName, Spec
-from app.planning.families import OWN_LOGITS
+from app.planning.families import EAGER_ONLY, OWN_LOGITS
 
 OPTIMIZER_STATES: dict[OptimizerName, float] = {
     "adamw": 2, "adamw_8bit": 0.5, "lion": 1, "lamb": 2, "lars": 1, "sgd": 1, "adafactor": 0.01,
@@ -85,13 +85,13 @@ which the formula then gives all activations within 3 %."""
 _KEPT_BY_FAMILY: dict[str, tuple[float, float]] = {
     "gpt2": (1.45, 1.15), "llama": (1.0, 1.0), "qwen2": (1.0, 1.0), "mistral": (1.0, 1.0),
     "phi3": (1.0, 1.05), "qwen3": (1.25, 1.2), "qwen3_moe": (1.46, 1.0), "mixtral": (1.6, 1.0),
-    "gemma2": (1.5, 1.25), "gemma3_text": (1.57, 1.25), "gpt_neox": (0.7, 0.8), "opt": (0.6, 0.55),
-    "bloom": (1.45, 1.0),
-    "falcon": (1.3, 1.0), "gpt_oss": (2.5, 1.3), "qwen2_moe": (1.35, 1.0), "qwen3_next": (1.4, 1.0),
+    "gemma2": (1.3, 1.12), "gemma3_text": (1.57, 1.25), "gpt_neox": (0.7, 0.8), "opt": (0.6, 0.55),
+    "bloom": (0.55, 0.65),
+    "falcon": (1.3, 1.0), "gpt_oss": (1.8, 1.25), "qwen2_moe": (1.35, 1.0), "qwen3_next": (1.4, 1.0),
     "olmo": (0.9, 0.9), "olmo2": (1.25, 1.15), "olmo3": (1.35, 1.15), "olmoe": (1.7, 1.25),
     "cohere": (1.0, 0.9), "starcoder2": (0.8, 0.8), "stablelm": (0.95, 0.95), "granite": (1.05, 1.0),
     "glm": (1.05, 1.05), "smollm3": (1.05, 1.0), "nemotron": (0.8, 1.2), "mamba": (11.0, 6.7),
-    "falcon_mamba": (11.0, 6.7),
+    "falcon_mamba": (11.0, 6.7), "mpt": (0.75, 0.85),
 }  # fmt: skip
 """What a layer keeps, relative to the formula for Llama, in half precision and in fp32. As simulated for
 models of the catalogue (tests/profiling/test_formula.py), and for small ones of the other families."""
@@ -105,8 +105,17 @@ their weights. Simulated for Llama 3.1 8B, Qwen3 4B and GPT-2: 0.79 to 1.02."""
 _LOGITS_COPIES = 2.25
 """A chunk's logits in fp32, their gradient, and a margin for those that are scaled or capped."""
 
-_EAGER_ONLY = frozenset({"gpt_oss"})
-"""Families that have no attention but eager attention."""
+_SCORES_KEPT: dict[str, tuple[int, int]] = {
+    "gemma2": (8, 8), "vaultgemma": (8, 8), "granite_swa": (12, 10),
+    "granitemoe_swa": (12, 10), "hy_v4": (8, 5), "xglm": (10, 9),
+}  # fmt: skip
+_SCORES_KEPT_BY_OTHERS = (6, 4)
+"""Bytes that a layer of eager attention keeps for each score (a pair of positions of a head), in half
+precision and in fp32: the softmax in fp32 and, in half precision, its cast copy; families with a soft cap on
+scores also keep its result. As simulated for small models of these families."""
+
+_SCORES_AT_PEAK = 8
+"""Bytes for each score that the backward pass of one layer takes in addition. As simulated: 6 to 10."""
 
 
 def kept_per_token(architecture: Architecture, recipe: Recipe) -> float:
@@ -139,17 +148,19 @@ def step_memory(architecture: Architecture, recipe: Recipe, micro_batch: float, 
     trained = parameters if recipe.lora is None else lora_parameters(architecture, recipe.lora)
     chunk, logits = _logits(architecture, recipe, tokens)
     layer = tokens * kept_per_token(architecture, recipe)
-    if recipe.attention == "eager" or architecture.family in _EAGER_ONLY:
-        layer += 2 * micro_batch * architecture.heads * sequence * sequence * width
     if recipe.lora is not None:
         layer *= _KEPT_WITH_ADAPTERS
+    scores = 0.0
+    if recipe.attention == "eager" or architecture.family in EAGER_ONLY:
+        scores = micro_batch * architecture.heads * sequence * sequence
+        layer += scores * _SCORES_KEPT.get(architecture.family, _SCORES_KEPT_BY_OTHERS)[width == 4]
     if recipe.gradient_checkpointing:
         # Each layer's input, which is in fp32 under autocast; and either a chunk's logits or one layer, which
         # is computed again once most of the logits are gone.
         inputs = architecture.layers * tokens * architecture.hidden_size * max(stored, width)
-        activations = inputs + max(0.0, layer - chunk / 2)
+        activations = inputs + max(0.0, layer + scores * _SCORES_AT_PEAK - chunk / 2)
     else:
-        activations = architecture.layers * layer
+        activations = architecture.layers * layer + scores * _SCORES_AT_PEAK
     casts = recipe.precision in ("bf16", "fp16")
     weights = (
         _frozen_weight_bytes(architecture, recipe, stored) + trained * (stored + casts * width)

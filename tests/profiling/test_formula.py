@@ -1,5 +1,7 @@
 """The formula, which answers where there is no simulation, beside the simulation."""
 
+from typing import Any
+
 import pytest
 
 from app.contract.memory_profile import Recipe
@@ -49,4 +51,30 @@ def test_the_formula_is_close_to_the_simulation(family: str, recipe: Recipe) -> 
     formula = ByFormula(from_config(config), recipe, SEQUENCE)
     for rows in (1, 8, 16):
         own, true = (each.memory(rows).peak_process_bytes for each in (formula, simulated))
+        assert LEAST <= own / true <= MOST, (rows, own / true)
+
+
+CODEGEN = {
+    "model_type": "codegen", "n_layer": 20, "n_embd": 1024, "n_head": 16, "n_positions": 2048, "n_ctx": 2048,
+    "vocab_size": 51200, "rotary_dim": 32, "architectures": ["CodeGenForCausalLM"],
+    "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(CODEGEN, id="codegen"),
+        pytest.param(CATALOGUE[model_of("bloom")], id="bloom", marks=pytest.mark.thorough),
+    ],
+)
+def test_scores_of_eager_attention_count_in_long_samples(config: dict[str, Any], checkpointing: bool) -> None:
+    """Models without any other attention keep a score for each pair of positions. (Of reserved memory, large
+    blocks leave different parts unused.)"""
+    recipe = Recipe(device="cuda", precision="bf16", gradient_checkpointing=checkpointing)
+    simulated = ByProfile(make_profile(config, recipe, 2048).curve, recipe, "simulated")
+    formula = ByFormula(from_config(config), recipe, 2048)
+    for rows in (1, 8):
+        own, true = (each.memory(rows).peak_allocated_bytes for each in (formula, simulated))
         assert LEAST <= own / true <= MOST, (rows, own / true)

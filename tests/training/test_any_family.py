@@ -9,13 +9,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import (
+    CONFIG_MAPPING,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
 )
-from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
-from app.planning.families import FAMILIES, MULTIMODAL
+from app.planning.families import EAGER_ONLY, FAMILIES, MULTIMODAL
 from tests.benchmarks.families import error_in_fp64
 from tests.harness.any_family import ALL, lay_any, make_any, small_config
 from tests.harness.preferences import objective_spec, preference_data, write_preferences
@@ -38,6 +43,20 @@ def test_every_family_of_transformers_is_known() -> None:
     assert set(ALL) <= FAMILIES
     assert set(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES) >= MULTIMODAL
     assert not MULTIMODAL & FAMILIES
+
+
+def test_families_that_have_only_eager_attention_are_known() -> None:
+    classes = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
+    found = set()
+    for family in (FAMILIES | MULTIMODAL).intersection(CONFIG_MAPPING):
+        built = next((own[CONFIG_MAPPING[family]] for own in classes if CONFIG_MAPPING[family] in own), None)
+        if built is not None and not built._supports_sdpa:
+            found.add(family)
+    assert found - WITHOUT_SCORES == EAGER_ONLY
+
+
+WITHOUT_SCORES = {"big_bird", "falcon_mamba", "mamba", "mamba2", "reformer", "rwkv", "xlstm"}
+"""Families without attention, or with one that keeps no score for most pairs of positions."""
 
 
 @pytest.mark.thorough
