@@ -13,9 +13,11 @@ The operations of a token follow Kaplan et al. 2020 (section 2.1): two per weigh
 in the backward pass, without the embedding table; and those of attention, which grow with the length.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import exp, log, sqrt
+from string import ascii_uppercase
 
 from app.contract.architecture import Architecture
 from app.planning.devices import Device
@@ -169,7 +171,8 @@ _REACHED = 0.33
 table 3)."""
 
 _PEAK_TERAFLOPS = {
-    "H200": 989, "H100": 989, "GH200": 989, "B200": 2250, "A100": 312, "A800": 312, "L40S": 362, "L40": 181,
+    "H200": 989, "H100": 989, "GH200": 989, "B200": 2250, "GB200": 2250, "A100": 312,
+    "A800": 312, "L40S": 362, "L40": 181,
     "L4": 121, "A40": 150, "A30": 165, "A10": 125, "A6000": 155, "A5000": 111, "A4000": 77, "V100": 125,
     "T4": 65, "5090": 210, "5080": 113, "4090": 165, "4080": 97, "4070": 58, "4060": 30, "3090": 71,
     "3080": 59, "3070": 41, "3060": 25, "2080": 54,
@@ -189,13 +192,24 @@ def _guessed(device: Device, precision: str) -> Rates | None:
     if device.kind == "cpu":
         per_operation = 1 / _CPU_OPERATIONS_PER_SECOND
         return Rates(_CPU_SECONDS_PER_PASS, per_operation, _CPU_SECONDS_PER_UPDATE, _SPREAD_OF_GUESS)
-    name = device.name.upper().replace(" ", "").replace("-", "")
-    known = [key for key in _PEAK_TERAFLOPS if key in name]
-    peak = _PEAK_TERAFLOPS[max(known, key=len)] if known else None  # "A4000" also contains "A40"
+    peak = _peak_of(device.name)
     if peak is None:
         return None
     per_second = peak * 1e12 * _OF_PEAK.get(precision, 0.125) * _REACHED
     return Rates(_GPU_SECONDS_PER_PASS, 1 / per_second, _GPU_SECONDS_PER_UPDATE, _SPREAD_OF_GUESS)
+
+
+def _peak_of(name: str) -> float | None:
+    """The peak of a GPU, by its name; of a slice of one (MIG), the share that it has. None: not known."""
+    parts = (part.removeprefix("RTX") for part in re.findall(r"[A-Z]*\d+[A-Z]*", name.upper()))
+    models = (model for part in parts for model in (part, part.rstrip(ascii_uppercase)))
+    peak = next((_PEAK_TERAFLOPS[model] for model in models if model in _PEAK_TERAFLOPS), None)
+    slices = re.search(r"\bMIG (\d)G\.", name.upper())
+    return peak if peak is None or slices is None else peak * int(slices[1]) / _SLICES_OF_A_GPU
+
+
+_SLICES_OF_A_GPU = 7
+"""The most slices with compute units of their own that a GPU is divided into (NVIDIA's MIG user guide)."""
 
 
 def _guess_from(done: Sequence[MeasuredWork]) -> Rates | None:

@@ -69,6 +69,16 @@ EAGER_ONLY = frozenset(
 )
 """Families that have no attention but eager attention, which keeps a score for each pair of positions."""
 
+NO_TEXT_MODELS = frozenset(
+    """
+    audioflamingo3 blip_text_model clvp csm csm_depth_decoder_model fun_asr_nano glm_image glmasr
+    gradium_phonon_tts granite_speech granite_speech_plus higgs_audio_v2 kyutai_speech_to_text musicflamingo
+    pocket_tts qwen2_5_omni_talker qwen2_audio qwen3_asr vibevoice vibevoice_asr voxtral voxtral_realtime
+    """.split()  # noqa: SIM905
+)
+"""Families whose classes look like those of language models, and which none of transformers' classes for text
+generation builds: most of them are for speech."""
+
 _CAUSAL_CLASSES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 
 
@@ -84,6 +94,11 @@ def why_not_causal(config: Mapping[str, Any]) -> str | None:
         )
     if family in FAMILIES | MULTIMODAL:
         return None
+    if family in NO_TEXT_MODELS:
+        return (
+            f"transformers builds no model of the family {family} that learns text alone. Choose a model "
+            "that generates text, such as Llama, Qwen or Gemma"
+        )
     if config.get("auto_map"):
         return (
             f"model_type {family[:50]!r} needs code that comes with the model, and such code is never run. "

@@ -201,10 +201,7 @@ def _frozen_weight_bytes(architecture: Architecture, recipe: Recipe, stored: int
     tensor) and embeddings in their own precision, the embeddings with a cast copy for an output head that may
     share them (workers/training/models/precision.py)."""
     embedding = architecture.vocabulary * architecture.hidden_size
-    experts = 0
-    if architecture.experts > 1:
-        one = (3 if architecture.gated else 2) * architecture.hidden_size * architecture.intermediate_size
-        experts = architecture.layers * architecture.experts * one
+    experts = _layers_with_experts(architecture) * _experts_of_layer(architecture)
     linear = max(0, architecture.parameters - embedding - experts)
     casts = recipe.precision in ("bf16", "fp16")
     keeps_all = recipe.lora is not None and recipe.lora.merge
@@ -223,13 +220,29 @@ def lora_parameters(architecture: Architecture, lora: LoraSpec) -> int:
     key_value = architecture.key_value_heads * architecture.head_dim
     attention = 2 * (hidden + query) + 2 * (hidden + key_value)
     if architecture.experts == 1:
-        feed_forward = (3 if architecture.gated else 2) * (hidden + inner)
+        feed_forward = architecture.layers * (3 if architecture.gated else 2) * (hidden + inner)
     elif lora.dropout:
         feed_forward = 0
     else:
         one = (hidden + (2 if architecture.gated else 1) * inner) + (inner + hidden)
-        feed_forward = architecture.experts * one
-    return architecture.layers * lora.r * (attention + feed_forward)
+        feed_forward = int(_layers_with_experts(architecture) * architecture.experts * one)
+    return lora.r * (architecture.layers * attention + feed_forward)
+
+
+def _experts_of_layer(architecture: Architecture) -> int:
+    """Parameters of the experts of a layer that has them."""
+    if architecture.experts == 1:
+        return 0
+    one = (3 if architecture.gated else 2) * architecture.hidden_size * architecture.intermediate_size
+    return architecture.experts * one
+
+
+def _layers_with_experts(architecture: Architecture) -> float:
+    """About how many layers have experts: all, or fewer if those would have more parameters than the whole
+    model, as in families in which only every second layer has experts."""
+    rest = architecture.parameters - architecture.vocabulary * architecture.hidden_size
+    own = _experts_of_layer(architecture)
+    return min(architecture.layers, max(0, rest) / own) if own else 0
 
 
 def bytes_on_disk(spec: Spec) -> int:

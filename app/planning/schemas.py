@@ -78,6 +78,8 @@ class BatchSizeRequest(Request):
             )
         if self.gpu_ids is not None and self.gpus is not None:
             raise ValueError("give gpu_ids or gpus, not both")
+        if self.gpu_ids is not None and len(set(self.gpu_ids)) != len(self.gpu_ids):
+            raise ValueError("gpu_ids names a GPU twice")
         named = self.gpu_ids or self.gpus
         if named is not None and self.num_gpus not in (None, len(named)):
             raise ValueError(f"num_gpus is {self.num_gpus}, but {len(named)} are named")

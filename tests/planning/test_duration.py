@@ -44,11 +44,27 @@ def test_a_known_gpu_without_any_job_is_guessed_with_a_wide_range() -> None:
     assert found.high > found.expected * 2
 
 
+@pytest.mark.parametrize("name", ["RTX A1000 8GB", "NVIDIA RTX A3000", "80GB"])
+def test_a_gpu_with_a_similar_name_is_another_one(name: str) -> None:
+    assert fitted(replace(A100, name=name), "bf16", [], work(1e17)) is None
+
+
 @pytest.mark.parametrize(
     ("name", "teraflops"),
-    [("NVIDIA RTX A4000", 77), ("NVIDIA A40", 150), ("NVIDIA L40S", 362), ("GH200", 989)],
+    [
+        ("NVIDIA RTX A4000", 77),
+        ("NVIDIA A40", 150),
+        ("NVIDIA L40S", 362),
+        ("GH200", 989),
+        ("A10G", 125),
+        ("RTX4070TI", 58),
+        ("NVIDIA GeForce RTX 4070 Ti SUPER", 58),
+        ("A100-80GB", 312),
+        ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", 312 / 7),
+        ("NVIDIA A100-SXM4-80GB MIG 3g.40gb", 3 * 312 / 7),
+    ],
 )
-def test_a_gpu_is_known_by_the_longest_name_that_it_contains(name: str, teraflops: float) -> None:
+def test_a_gpu_is_known_by_a_part_of_its_name(name: str, teraflops: float) -> None:
     rates = fitted(replace(A100, name=name), "bf16", [], work(1e17))
     assert rates is not None
     expected = rates.duration(work(1e17, passes=0, updates=0)).expected

@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 from app.contract.memory_profile import Recipe
 from app.contract.model_reference import LoraSpec
-from app.planning.architectures import named
+from app.planning.architectures import from_config, named
 from app.planning.devices import GIB
 from app.planning.estimate import ByFormula, Estimate, comparable_estimates, largest_micro_batch
-from app.planning.memory import Memory, step_memory
+from app.planning.memory import Memory, lora_parameters, step_memory
 
 GPT2 = named("gpt2")
 assert GPT2 is not None
@@ -119,3 +119,21 @@ def test_frozen_layers_with_adapters_use_autocast_precision_but_embeddings_do_no
     assert weights < 2 * llama.parameters + 6 * embedding
     merged = changed(lora=lora.model_copy(update={"merge": True}))
     assert step_memory(llama, merged, 1, 1024).weights_bytes > 6 * llama.parameters
+
+
+def test_experts_of_some_layers_are_not_counted_in_all() -> None:
+    """Llama 4 Maverick has experts in every second layer."""
+    config = {
+        "model_type": "llama4_text", "num_hidden_layers": 48, "hidden_size": 5120, "intermediate_size": 8192,
+        "intermediate_size_mlp": 16384, "num_attention_heads": 40, "num_key_value_heads": 8, "head_dim": 128,
+        "num_local_experts": 128, "num_experts_per_tok": 1, "interleave_moe_layer_step": 2,
+        "vocab_size": 202048, "max_position_embeddings": 131072, "tie_word_embeddings": False,
+    }  # fmt: skip
+    maverick = from_config(config)
+    lora = LoraSpec(r=16, alpha=32, dropout=0.0, target_modules=None, merge=False)
+    recipe = Recipe(device="cuda", precision="bf16", lora=lora, gradient_checkpointing=True)
+    trained = lora_parameters(maverick, lora)
+    weights = step_memory(maverick, recipe, 1, 512).weights_bytes
+    assert 3.6 * maverick.parameters < weights < 4.1 * maverick.parameters + 6 * trained
+    all_layers = lora_parameters(maverick.model_copy(update={"parameters": 10**13}), lora)
+    assert 0.45 < trained / all_layers < 0.6

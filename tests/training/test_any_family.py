@@ -20,7 +20,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
-from app.planning.families import EAGER_ONLY, FAMILIES, MULTIMODAL
+from app.planning.families import EAGER_ONLY, FAMILIES, MULTIMODAL, NO_TEXT_MODELS, why_not_causal
 from tests.benchmarks.families import error_in_fp64
 from tests.harness.any_family import ALL, lay_any, make_any, small_config
 from tests.harness.preferences import objective_spec, preference_data, write_preferences
@@ -53,6 +53,15 @@ def test_families_that_have_only_eager_attention_are_known() -> None:
         if built is not None and not built._supports_sdpa:
             found.add(family)
     assert found - WITHOUT_SCORES == EAGER_ONLY
+
+
+def test_families_that_no_class_for_text_builds_are_known() -> None:
+    known = {*ALL, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
+    assert not known & NO_TEXT_MODELS
+    assert set(CONFIG_MAPPING) >= NO_TEXT_MODELS
+    for family in NO_TEXT_MODELS:
+        config = {"model_type": family, "architectures": ["SomeForConditionalGeneration"]}
+        assert "learns text alone" in str(why_not_causal(config))
 
 
 WITHOUT_SCORES = {"big_bird", "falcon_mamba", "mamba", "mamba2", "reformer", "rwkv", "xlstm"}
