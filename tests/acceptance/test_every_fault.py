@@ -107,7 +107,7 @@ def test_a_worker_suspended_past_its_lease_and_continued(accrue: Accrue, undistu
     accrue.start("worker")
     until(lambda: not is_alive(trainer), 10)
     assert time.monotonic() - halted < 4.5  # before the lease of four seconds lets anybody else in
-    until(lambda: accrue.job(job_id)["attempt"] == 2, 20)
+    until(lambda: accrue.job(job_id)["attempt"] == 2)
     first.send_signal(signal.SIGCONT)
     holds(accrue, job_id, undisturbed)
     assert accrue.job(job_id)["attempt"] == 2
