@@ -432,35 +432,40 @@ def _set(body: dict[str, Any], assignment: str, by_options: dict[str, Any]) -> N
         value = json.loads(text)
     except ValueError:
         value = text
-    if not _agree(by_options.get(name), value):
+    if not _agree(by_options.get(name), value, text):
         raise _contradiction(path, by_options[name], text)
     body[name] = value
 
 
 def _given(body: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a request that options of the command line have set: those that it always has, such as
-    the data, are left out."""
-    given = {name: value for name, value in body.items() if name not in ("dry_run", "dataset_config")}
+    """The fields of a request that options and arguments of the command line have set, without defaults."""
+    given = deepcopy(body)
+    if not given.get("dry_run"):
+        given.pop("dry_run", None)
     if given["model_name"] == DEFAULT_MODEL:
         del given["model_name"]
-    data = body.get("dataset_config", {})
-    own = {name: value for name, value in data.items() if name in ("max_length", "validation_split")}
-    return deepcopy({**given, "dataset_config": own})
+    given["dataset_config"].pop("overlength", None)
+    return given
 
 
-def _agree(given: Any, value: Any) -> bool:
-    """Whether a field's value by --set agrees with that of an option. `lora` agrees with lora's options."""
-    if given is None:
+def _agree(given: Any, value: Any, text: str) -> bool:
+    """Whether a field's value by --set agrees with that of an option.
+
+    Args:
+        value: what `text` means as JSON.
+    """
+    if given is None or given == text:
         return True
-    if isinstance(given, dict):
+    if isinstance(given, dict):  # a whole group would replace the fields that are given
         return not given
-    if isinstance(value, dict):
+    if isinstance(value, dict):  # a method's name, and the same method with its options
         return list(value) == [given]
     return bool(given == value) and isinstance(given, bool) == isinstance(value, bool)
 
 
 def _contradiction(path: str, given: object, text: str) -> typer.BadParameter:
-    named = f"{path} is {given}" if not isinstance(given, dict) else f"fields of {path} are given"
+    named = f"{path} is {str(given)[:60]}" if not isinstance(given, dict) else f"fields of {path} are given"
     return typer.BadParameter(
-        f"{named} by an option of this command, and {text} by --set: give it only once", param_hint="--set"
+        f"{named} by an option or argument of this command, and {text[:60]} by --set: give it only once",
+        param_hint="--set",
     )

@@ -19,6 +19,9 @@ ROOT = "/gradient-accumulation/sweeps"
 _ENDED = ("succeeded", "failed", "cancelled")
 _POLL_SECONDS = 1.0
 
+_DECIDE_VALIDATION = ("dataset_config.validation_", "dataset_config=")
+"""Beginnings of --set with which the default share of held-out samples does not apply."""
+
 
 @commands.command()
 def sweep(
@@ -58,7 +61,7 @@ def sweep(
 
     The best job is the one with the lowest validation loss, or training loss if there is no validation data.
     """
-    if validation_split is None and not any("dataset_config.validation_" in each for each in settings or ()):
+    if validation_split is None and not any(each.startswith(_DECIDE_VALIDATION) for each in settings or ()):
         validation_split = 0.1
     dataset = {"max_length": max_length, "validation_split": validation_split or None}
     training = {"epochs": epochs, "max_steps": max_steps, "method": method}

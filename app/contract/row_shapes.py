@@ -62,23 +62,18 @@ def mapped(row: Mapping[str, Any], columns: Mapping[ColumnField, str]) -> dict[s
     missing = sorted(set(columns.values()) - row.keys())
     if missing:
         raise BadShape(f"has no column {missing[0]!r:.120}; it has {_names(row)}")
-    belonging = _kept_beside(columns.keys(), row.keys() - set(columns.values()))
+    belonging = _kept_beside(columns.keys())
     kept = {name: row[name] for name in sorted(belonging) if name in row and name not in columns.values()}
     return {**kept, **{field: row[column] for field, column in columns.items()}}
 
 
-def _kept_beside(assigned: Set[str], others: Set[str]) -> set[str]:
+def _kept_beside(assigned: Set[str]) -> set[str]:
     """The fields that are kept beside those to which columns are assigned, if a row has them: those of the
-    shapes that have all assigned fields. A chat to which a column is assigned, and an instruction that has
-    its output, are samples by themselves, so no pair of answers is kept beside them.
-
-    Args:
-        others: the row's columns that are assigned to no field.
-    """
+    shapes that have all assigned fields. A chat to which a column is assigned is a sample by itself, so no
+    pair of answers is kept beside it."""
     named = assigned - {"weight", "label"}
     shapes = [fields for fields in _TOGETHER if named <= fields]
-    is_sample = named & {"messages", "conversations"} or ("instruction" in named and others & set(_OUTPUTS))
-    if is_sample and not named & _PAIR:
+    if named & {"messages", "conversations"} and not named & _PAIR:
         shapes = [fields for fields in shapes if not fields & _PAIR]
     found = {"weight"}.union(*shapes)
     for alternatives in (_INPUTS, _OUTPUTS):

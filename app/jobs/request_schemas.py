@@ -57,7 +57,7 @@ class DistributedConfig(Request):
     strategy: RequestedStrategy | None = Field(
         None,
         description="ddp: each device has a copy of the model; fsdp: each has a part of it; deepspeed: the "
-        "same as fsdp with zero_stage 2; null: ddp, or fsdp if only that fits",
+        "same as fsdp with zero_stage 2; null: ddp, or fsdp if full copies do not fit",
     )
     zero_stage: Literal[0, 1, 2, 3] | None = Field(
         None,
@@ -162,7 +162,7 @@ class JobOptions(AccumulationConfig):
     )
     use_multi_gpu: Flag | None = Field(None, description="true: all devices of a worker; false: one")
     distributed: RequestedStrategy | DistributedConfig | None = Field(
-        None, description="How several devices share the work; null: ddp, or fsdp if only that fits"
+        None, description="How several devices share the work; null: ddp, or fsdp if full copies do not fit"
     )
     multi_gpu_strategy: RequestedStrategy | DistributedConfig | None = Field(
         None, description="Another name for distributed"

@@ -200,16 +200,26 @@ def _guessed(device: Device, precision: str) -> Rates | None:
 
 
 def _peak_of(name: str) -> float | None:
-    """The peak of a GPU, by its name; of a slice of one (MIG), the share that it has. None: not known."""
-    parts = (part.removeprefix("RTX") for part in re.findall(r"[A-Z]*\d+[A-Z]*", name.upper()))
+    """The peak of a GPU, by its name; of a slice of one (MIG), its share of that. None: not known."""
+    parts = (_BRANDS.sub("", part) for part in re.findall(r"[A-Z]*\d+[A-Z]*", name.upper()))
     models = (model for part in parts for model in (part, part.rstrip(ascii_uppercase)))
-    peak = next((_PEAK_TERAFLOPS[model] for model in models if model in _PEAK_TERAFLOPS), None)
-    slices = re.search(r"\bMIG (\d)G\.", name.upper())
-    return peak if peak is None or slices is None else peak * int(slices[1]) / _SLICES_OF_A_GPU
+    model = next((model for model in models if model in _PEAK_TERAFLOPS), None)
+    if model is None:
+        return None
+    slices = _SLICE.search(name.upper())
+    share = 1.0 if slices is None else int(slices[1] or slices[2]) / _SLICES.get(model, 7)
+    return _PEAK_TERAFLOPS[model] * share
 
 
-_SLICES_OF_A_GPU = 7
-"""The most slices with compute units of their own that a GPU is divided into (NVIDIA's MIG user guide)."""
+_BRANDS = re.compile(r"^(NVIDIA|TESLA|GEFORCE|QUADRO|RTX|GTX)+")
+"""What may precede a GPU's number without a space."""
+
+_SLICE = re.compile(r"\bMIG (?:(\d)C\.)?(\d)G\.")
+"""How nvidia-smi names slices: `1g` has one unit of compute, and `1c.3g` may use one of three."""
+
+_SLICES = {"A30": 4}
+"""How many units of compute a GPU has that can be divided; seven if it is not named (NVIDIA's MIG user
+guide)."""
 
 
 def _guess_from(done: Sequence[MeasuredWork]) -> Rates | None:

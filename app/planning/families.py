@@ -60,14 +60,15 @@ OWN_LOGITS = frozenset(
 """Families whose logits are not simply those of their output head, so that training computes all logits at
 once (head_check.check_head finds out; `make accuracy` compares this list with what it found)."""
 
-EAGER_ONLY = frozenset(
+WITHOUT_SDPA = frozenset(
     """
     bigbird_pegasus bloom codegen cpmant deepseek_v4 flint gemma2 git got_ocr2 gpt_neo gpt_neox_japanese
     gpt_oss gptj granite_swa granitemoe_swa hy_v4 inkling2_text megatron-bert mimo_v2_flash mpt mvp openai-gpt
     pp_chart2table prophetnet rembert roformer trocr vaultgemma xglm xlm xlnet
     """.split()  # noqa: SIM905
 )
-"""Families that have no attention but eager attention, which keeps a score for each pair of positions."""
+"""Families without sdpa attention: unless flash attention is requested, they use eager attention, which keeps
+a score for each pair of positions."""
 
 NO_TEXT_MODELS = frozenset(
     """

@@ -21,7 +21,7 @@ from app.contract.loss_chunks import rows_of_chunk
 from app.contract.memory_profile import Recipe
 from app.contract.model_reference import LoraSpec
 from app.contract.spec import OptimizerName, Spec
-from app.planning.families import EAGER_ONLY, OWN_LOGITS
+from app.planning.families import OWN_LOGITS, WITHOUT_SDPA
 
 OPTIMIZER_STATES: dict[OptimizerName, float] = {
     "adamw": 2, "adamw_8bit": 0.5, "lion": 1, "lamb": 2, "lars": 1, "sgd": 1, "adafactor": 0.01,
@@ -105,14 +105,17 @@ their weights. Simulated for Llama 3.1 8B, Qwen3 4B and GPT-2: 0.79 to 1.02."""
 _LOGITS_COPIES = 2.25
 """A chunk's logits in fp32, their gradient, and a margin for those that are scaled or capped."""
 
+_SCORES_KEPT_BY_OTHERS = (6, 4)
+"""Bytes that a layer of eager attention keeps for each score (a pair of positions of a head), in half
+precision and in fp32: the softmax in fp32 and, in half precision, its cast copy. As simulated for small
+models of the families without sdpa attention."""
+
 _SCORES_KEPT: dict[str, tuple[int, int]] = {
     "gemma2": (8, 8), "vaultgemma": (8, 8), "granite_swa": (12, 10),
     "granitemoe_swa": (12, 10), "hy_v4": (8, 5), "xglm": (10, 9),
 }  # fmt: skip
-_SCORES_KEPT_BY_OTHERS = (6, 4)
-"""Bytes that a layer of eager attention keeps for each score (a pair of positions of a head), in half
-precision and in fp32: the softmax in fp32 and, in half precision, its cast copy; families with a soft cap on
-scores also keep its result. As simulated for small models of these families."""
+"""Those of families that keep more: the result of a soft cap on scores (Gemma 2), or further copies. As
+simulated, too."""
 
 _SCORES_AT_PEAK = 8
 """Bytes for each score that the backward pass of one layer takes in addition. As simulated: 6 to 10."""
@@ -150,17 +153,17 @@ def step_memory(architecture: Architecture, recipe: Recipe, micro_batch: float, 
     layer = tokens * kept_per_token(architecture, recipe)
     if recipe.lora is not None:
         layer *= _KEPT_WITH_ADAPTERS
-    scores = 0.0
-    if recipe.attention == "eager" or architecture.family in EAGER_ONLY:
-        scores = micro_batch * architecture.heads * sequence * sequence
-        layer += scores * _SCORES_KEPT.get(architecture.family, _SCORES_KEPT_BY_OTHERS)[width == 4]
+    attention_scores = 0.0
+    if recipe.attention == "eager" or (recipe.attention == "sdpa" and architecture.family in WITHOUT_SDPA):
+        attention_scores = micro_batch * architecture.heads * sequence * sequence
+        layer += attention_scores * _SCORES_KEPT.get(architecture.family, _SCORES_KEPT_BY_OTHERS)[width == 4]
     if recipe.gradient_checkpointing:
         # Each layer's input, which is in fp32 under autocast; and either a chunk's logits or one layer, which
         # is computed again once most of the logits are gone.
         inputs = architecture.layers * tokens * architecture.hidden_size * max(stored, width)
-        activations = inputs + max(0.0, layer + scores * _SCORES_AT_PEAK - chunk / 2)
+        activations = inputs + max(0.0, layer + attention_scores * _SCORES_AT_PEAK - chunk / 2)
     else:
-        activations = architecture.layers * layer + scores * _SCORES_AT_PEAK
+        activations = architecture.layers * layer + attention_scores * _SCORES_AT_PEAK
     casts = recipe.precision in ("bf16", "fp16")
     weights = (
         _frozen_weight_bytes(architecture, recipe, stored) + trained * (stored + casts * width)

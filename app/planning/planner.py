@@ -389,7 +389,7 @@ def alternatives(solution: Solution, known: PlannerEvidence) -> list[Alternative
     base = replace(question, strategy="ddp") if question.may_shard else question
     found = []
     if solution.micro_batch > 1:
-        found.append(_with_smaller_micro_batches(solution, replace(base, at_most=None), beside))
+        found.append(_with_smaller_micro_batches(solution, base, beside))
     for change in changes(question.recipe, question.sequence):
         other = replace(base, recipe=change.recipe, sequence=change.sequence)
         found.append(_alternative(change.description, solve(other, beside), is_planned=question.is_planned))
@@ -407,7 +407,9 @@ def _with_smaller_micro_batches(
     """The alternative of a fixed micro-batch, at most half as large, that is the same on each device."""
     at_most = min(solution.micro_batch // 2, MAX_MICRO_BATCH)
     planned = solve(replace(question, split=PLANNED, at_most=at_most), known)
-    size = min(rank.micro_batch for rank in planned.ranks)
+    share = ceil(planned.effective_batch / len(planned.ranks))
+    largest = min(at_most, share, *(rank.capacity.useful for rank in planned.ranks))
+    size = ceil(share / ceil(share / largest))
     split = PLANNED.model_copy(update={"micro_batch_size": size, "devices": len(question.devices)})
     fixed = solve(replace(question, split=split, shrink_to_fit=False), known)
     return _alternative(f"micro_batch_size: {size}", fixed, is_planned=False)

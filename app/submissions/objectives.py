@@ -95,11 +95,13 @@ def warning_of_questions(unused_keys: Sequence[str], data_format: DataFormat | N
     parts = [key for key in unused_keys if key.lower() in _PARTS_OF_PROMPTS]
     prompts = [key for key in unused_keys if key.lower() in _PROMPTS] if data_format == "preference" else []
     if prompts:
+        prompts, parts = prompts[:1], [*prompts[1:], *parts]
+        also = f"; {_fields(parts)} ignored, too" if parts else ""
         return (
             f"{_fields(prompts)} ignored: if {prompts[0]} is the prompt of both answers, say so when you "
-            f"upload the file (accrue submit --column prompt={prompts[0]})"
+            f"upload the file (accrue submit --column prompt={prompts[0]}){also}"
         )
-    return f"{_fields(parts)} ignored: if that belongs to the prompt, put it there" if parts else None
+    return f"{_fields(parts)} ignored: what belongs to the prompt must be in it" if parts else None
 
 
 def _fields(names: Sequence[str]) -> str:

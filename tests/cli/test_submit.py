@@ -65,6 +65,8 @@ def test_the_last_of_two_equal_settings_counts() -> None:
         ("training_config.learning_rate=true", "training_config.learning_rate is 1.0 by an option"),
         ('training_config={"epochs": 1}', "fields of training_config are given by an option"),
         ("dataset_config.max_length=64", "dataset_config.max_length is 32 by an option"),
+        ("dataset_config.file_id=file-2", "dataset_config.file_id is file-1 by an option"),
+        ('dataset_config={"packing": true}', "fields of dataset_config are given by an option"),
     ],
 )
 def test_a_field_has_one_value(setting: str, message: str) -> None:

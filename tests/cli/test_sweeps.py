@@ -64,6 +64,7 @@ def test_a_sweep_is_announced_and_followed_without_a_terminal(
         (["dataset_config.packing=true"], 0.1),
         (["dataset_config.validation_split=0.2"], None),
         (["dataset_config.validation_file_id=file-1"], None),
+        (['dataset_config={"validation_split": 0.2}'], None),
     ],
 )
 def test_jobs_are_compared_on_held_out_samples_unless_set_otherwise(

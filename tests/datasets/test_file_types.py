@@ -481,7 +481,7 @@ def test_rows_of_empty_cells_are_skipped(client: TestClient) -> None:
         ),
         ({"system": "s"}, "s,messages,tools,id", "system messages tools"),
         ({"text": "t"}, "t,prompt,completion,label", "text"),
-        ({"instruction": "q"}, "q,output,chosen,rejected", "instruction output"),
+        ({"instruction": "q"}, "q,output,chosen,rejected", "instruction output chosen rejected"),
         ({"instruction": "q", "tools": "t"}, "q,output,t", "instruction output tools"),
         ({"output": "a", "tools": "t"}, "instruction,a,t", "instruction output tools"),
         ({"tools": "t"}, "instruction,output,t", "instruction output tools"),

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from app.contract.accumulation import MAX_MICRO_BATCH
 from app.contract.memory_profile import Recipe
 from app.contract.plan import Alternative
 from app.planning.architectures import named
@@ -77,8 +76,32 @@ def test_alternatives_hold_when_they_are_requested(
         changed = applied(alternative.change, asked)
         if changed is not None:
             assert agree(alternative, solve(changed, known)), alternative.change
-        if alternative.change.startswith("micro_batch_size"):
-            assert alternative.micro_batch_size <= MAX_MICRO_BATCH
+
+
+@pytest.mark.parametrize(
+    ("name", "gib", "batch", "size"),
+    [
+        ("gpt2", (24, 6, 24, 16), 64, 2),
+        ("gpt2", (40, 6, 80, 141), 1000, 2),
+        ("Qwen/Qwen3-0.6B", (24, 141), 8, 2),
+    ],
+)
+def test_a_smaller_micro_batch_fits_the_smallest_device(
+    name: str, gib: tuple[int, ...], batch: int, size: int
+) -> None:
+    """It is no smaller than that device needs, even if its part of the batch has a smaller remainder."""
+    known, asked = known_of(name), question(BF16, gpus(*gib), batch, 512)
+    found = alternatives(solve(asked, known), known)[0]
+    assert found.change.startswith("micro_batch_size")
+    assert found.fits
+    assert found.micro_batch_size >= size
+
+
+def test_no_micro_batch_is_suggested_that_a_request_may_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.planning.planner.MAX_MICRO_BATCH", 3)
+    known = known_of("gpt2")
+    found = alternatives(solve(question(BF16, gpus(80), 64), known), known)[0]
+    assert found.change == "micro_batch_size: 3"
 
 
 def test_what_does_not_fit_is_sharded_in_alternatives_too() -> None:

@@ -132,6 +132,7 @@ def test_a_plan_that_does_not_fit_lists_alternatives_that_fit(client: TestClient
     ("body", "field"),
     [
         ({"model_name": "gpt2", "gpu_ids": [7]}, "gpu_ids"),
+        ({"model_name": "gpt2", "gpu_ids": [0, 0]}, "body"),
         ({"model_name": "gpt2", "gpus": ["toaster"]}, "gpus"),
         ({"model_name": "gpt2", "max_length": 4096}, "max_length"),
         ({"model_name": "no-such-model"}, "model_name"),

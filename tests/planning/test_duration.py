@@ -62,6 +62,11 @@ def test_a_gpu_with_a_similar_name_is_another_one(name: str) -> None:
         ("A100-80GB", 312),
         ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", 312 / 7),
         ("NVIDIA A100-SXM4-80GB MIG 3g.40gb", 3 * 312 / 7),
+        ("NVIDIA A30 MIG 4g.24gb", 165),
+        ("NVIDIA H100 80GB HBM3 MIG 1c.3g.40gb", 989 / 7),
+        ("GeForceRTX4090", 165),
+        ("TeslaT4", 65),
+        ("NVIDIARTXA6000", 155),
     ],
 )
 def test_a_gpu_is_known_by_a_part_of_its_name(name: str, teraflops: float) -> None:

@@ -219,8 +219,8 @@ def test_labels_that_no_objective_learns_from_get_a_warning() -> None:
     ("keys", "data_format", "named"),
     [
         (("id", "question"), "preference", "the field question is ignored: if question is the prompt"),
-        (("question", "query"), "preference", "the fields question and query are ignored"),
-        (("system",), "preference", "the field system is ignored: if that belongs to the prompt"),
+        (("question", "query"), "preference", "prompt=question); the field query is ignored, too"),
+        (("system",), "preference", "the field system is ignored: what belongs to the prompt"),
         (("context", "system"), "prompt_completion", "the fields context and system are ignored"),
         (("question",), "prompt_completion", None),
         (("id", "source"), "preference", None),

@@ -20,7 +20,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
-from app.planning.families import EAGER_ONLY, FAMILIES, MULTIMODAL, NO_TEXT_MODELS, why_not_causal
+from app.planning.families import FAMILIES, MULTIMODAL, NO_TEXT_MODELS, WITHOUT_SDPA, why_not_causal
 from tests.benchmarks.families import error_in_fp64
 from tests.harness.any_family import ALL, lay_any, make_any, small_config
 from tests.harness.preferences import objective_spec, preference_data, write_preferences
@@ -45,14 +45,14 @@ def test_every_family_of_transformers_is_known() -> None:
     assert not MULTIMODAL & FAMILIES
 
 
-def test_families_that_have_only_eager_attention_are_known() -> None:
+def test_families_without_sdpa_attention_are_known() -> None:
     classes = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
     found = set()
     for family in (FAMILIES | MULTIMODAL).intersection(CONFIG_MAPPING):
         built = next((own[CONFIG_MAPPING[family]] for own in classes if CONFIG_MAPPING[family] in own), None)
         if built is not None and not built._supports_sdpa:
             found.add(family)
-    assert found - WITHOUT_SCORES == EAGER_ONLY
+    assert found - WITHOUT_SCORES == WITHOUT_SDPA
 
 
 def test_families_that_no_class_for_text_builds_are_known() -> None:
