@@ -81,9 +81,9 @@ def test_alternatives_hold_when_they_are_requested(
 @pytest.mark.parametrize(
     ("name", "gib", "batch", "size"),
     [
-        ("gpt2", (24, 6, 24, 16), 64, 2),
-        ("gpt2", (40, 6, 80, 141), 1000, 2),
-        ("Qwen/Qwen3-0.6B", (24, 141), 8, 2),
+        ("gpt2", (16, 80, 6, 8), 6, 2),
+        ("gpt2", (24, 11, 80), 177, 13),
+        ("Qwen/Qwen3-0.6B", (24, 40), 9, 3),
     ],
 )
 def test_a_smaller_micro_batch_fits_the_smallest_device(
