@@ -12,6 +12,7 @@ import typer
 
 from app.cli.client import Client
 from app.cli.options import DEFAULT_URL, AsJson, Url
+from app.contract.architecture import BUILT_IN_MODEL
 from app.errors import AccrueError
 
 commands = typer.Typer()
@@ -25,7 +26,7 @@ _ROOT = "/gradient-accumulation/training"
 
 @commands.command()
 def benchmark(
-    model: Annotated[str, typer.Option(help="Base model")] = "accrue/tiny-gpt2",
+    model: Annotated[str, typer.Option(help="Base model")] = BUILT_IN_MODEL,
     micro_batch: Annotated[int, typer.Option(min=1, help="Samples of every micro-batch")] = 8,
     max_length: Annotated[int, typer.Option(min=8, help="Tokens of every sample")] = 128,
     steps: Annotated[

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from ipaddress import ip_address
+from math import isfinite
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -102,7 +103,8 @@ class Client:
         try:
             answer = self._ask("POST", path, json=body)
         except ValueError as error:  # NaN or infinity, which JSON cannot represent
-            raise ServiceError(str(error)) from None
+            field = _not_finite(body)
+            raise ServiceError(f"{field} is not a finite number" if field else str(error)) from None
         return _json_of(answer)
 
     def delete(self, path: str) -> None:
@@ -268,6 +270,18 @@ def _code(answer: "httpx.Response") -> str | None:
         return str(answer.json()["error"]["code"])
     except (ValueError, KeyError, TypeError):
         return None
+
+
+def _not_finite(value: Any) -> str | None:
+    """The dotted path to the first number in a nested value that is not finite; None if there is none."""
+    if not isinstance(value, dict | list):
+        return None
+    for name, each in value.items() if isinstance(value, dict) else enumerate(value):
+        if isinstance(each, float) and not isfinite(each):
+            return str(name)
+        if (inner := _not_finite(each)) is not None:
+            return f"{name}.{inner}"
+    return None
 
 
 def _json_of(answer: "httpx.Response") -> Any:

@@ -13,6 +13,7 @@ import typer
 
 from app.cli.client import Client, ServiceError, printable
 from app.cli.options import DEFAULT_URL, AsJson, Url, without_none
+from app.contract.architecture import BUILT_IN_MODEL
 from app.errors import InvalidRequest
 
 commands = typer.Typer()
@@ -29,7 +30,7 @@ _MAX_METADATA, _MAX_SUFFIX = 16, 64
 @commands.command("import")
 def import_jobs(
     source: Annotated[Literal["openai"], typer.Argument(help="Where the jobs are: openai")],
-    model: Annotated[str, typer.Option(help="Base model to train instead of OpenAI's")] = "accrue/tiny-gpt2",
+    model: Annotated[str, typer.Option(help="Base model to train instead of OpenAI's")] = BUILT_IN_MODEL,
     job: Annotated[
         list[str] | None,
         typer.Option(

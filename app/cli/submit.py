@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from itertools import pairwise
-from math import isfinite
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import quote
@@ -15,12 +14,11 @@ import typer
 
 from app.cli.client import Client, ServiceError
 from app.cli.options import DEFAULT_URL, AsJson, Columns, Url, columns_of, named_values, without_none
+from app.contract.architecture import BUILT_IN_MODEL
 from app.datasets.file_types import SUFFIXES
 from app.errors import InvalidRequest
 
 commands = typer.Typer()
-
-DEFAULT_MODEL = "accrue/tiny-gpt2"
 
 DataFile = Annotated[
     Path,
@@ -51,16 +49,10 @@ Settings = Annotated[
 ]
 
 
-def _finite(value: float | None) -> float | None:
-    if value is not None and not isfinite(value):
-        raise typer.BadParameter(f"{value} is not a finite number")
-    return value
-
-
 @commands.command()
 def submit(
     file: DataFile,
-    model: Model = DEFAULT_MODEL,
+    model: Model = BUILT_IN_MODEL,
     batch: Batch = None,
     steps: Annotated[
         int | None,
@@ -78,7 +70,6 @@ def submit(
             "--lr",
             help="Peak learning rate. Default with full: 5e-5 (sft, classification), 1e-6 (dpo, orpo, simpo, "
             "kto) or 1e-5 (reward); with lora and qlora, in the same order: 2e-4, 1e-5 or 1e-4",
-            callback=_finite,
         ),
     ] = None,
     max_length: MaxLength = None,
@@ -101,11 +92,7 @@ def submit(
     ] = None,
     validation_split: Annotated[
         float | None,
-        typer.Option(
-            "--validation-split",
-            help="Share of the samples to evaluate on, such as 0.1",
-            callback=_finite,
-        ),
+        typer.Option("--validation-split", help="Share of the samples to evaluate on, such as 0.1"),
     ] = None,
     num_gpus: Annotated[
         str | None,
@@ -185,7 +172,7 @@ def _devices(given: str | None) -> int | str | None:
 @commands.command()
 def tune(
     file: DataFile,
-    model: Model = DEFAULT_MODEL,
+    model: Model = BUILT_IN_MODEL,
     batch: Batch = None,
     max_length: MaxLength = None,
     column: Columns = None,
@@ -215,7 +202,7 @@ def tune(
 @commands.command()
 def preview(
     data: Annotated[str, typer.Argument(help="A data file, or the id of an uploaded one: file-…")],
-    model: Model = DEFAULT_MODEL,
+    model: Model = BUILT_IN_MODEL,
     column: Columns = None,
     max_length: MaxLength = None,
     limit: Annotated[int, typer.Option(min=1, max=20, help="Samples to show")] = 3,
@@ -442,7 +429,7 @@ def _given(body: dict[str, Any]) -> dict[str, Any]:
     given = deepcopy(body)
     if not given.get("dry_run"):
         given.pop("dry_run", None)
-    if given["model_name"] == DEFAULT_MODEL:
+    if given["model_name"] == BUILT_IN_MODEL:
         del given["model_name"]
     given["dataset_config"].pop("overlength", None)
     return given

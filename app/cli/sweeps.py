@@ -10,7 +10,8 @@ import typer
 
 from app.cli.client import Client
 from app.cli.options import DEFAULT_URL, AsJson, Columns, Url, columns_of
-from app.cli.submit import DEFAULT_MODEL, Batch, DataFile, MaxLength, Model, Settings, submit_file
+from app.cli.submit import Batch, DataFile, MaxLength, Model, Settings, submit_file
+from app.contract.architecture import BUILT_IN_MODEL
 
 commands = typer.Typer()
 
@@ -35,7 +36,7 @@ def sweep(
         ),
     ],
     name: Annotated[str | None, typer.Option(help="Name of the sweep; generated if omitted")] = None,
-    model: Model = DEFAULT_MODEL,
+    model: Model = BUILT_IN_MODEL,
     batch: Batch = None,
     epochs: Annotated[int | None, typer.Option(help="Passes over the data; default 3")] = None,
     max_steps: Annotated[int | None, typer.Option(help="Optimizer steps, instead of epochs")] = None,

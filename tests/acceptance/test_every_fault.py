@@ -102,12 +102,13 @@ def test_a_worker_suspended_past_its_lease_and_continued(accrue: Accrue, undistu
     until(lambda: accrue.steps_logged(job_id) >= 10)
     trainer = accrue.trainer_of(job_id)
     assert trainer is not None
+    accrue.start("worker")
+    until(lambda: len(accrue.get("/gradient-accumulation/workers")["data"]) == 2)
     first.send_signal(signal.SIGSTOP)
     halted = time.monotonic()
-    accrue.start("worker")
     until(lambda: not is_alive(trainer), 10)
     assert time.monotonic() - halted < 4.5  # before the lease of four seconds lets anybody else in
-    until(lambda: accrue.job(job_id)["attempt"] == 2)
+    until(lambda: accrue.job(job_id)["attempt"] == 2, 20)
     first.send_signal(signal.SIGCONT)
     holds(accrue, job_id, undisturbed)
     assert accrue.job(job_id)["attempt"] == 2

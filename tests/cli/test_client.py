@@ -28,6 +28,21 @@ def test_an_invalid_address_is_reported(url: str) -> None:
         Client(url)
 
 
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (
+            {"training_config": {"learning_rate": float("nan")}},
+            "config.learning_rate is not a finite",
+        ),
+        ({"vary": {"seed": [1, float("inf")]}}, "vary.seed.1 is not a finite"),
+    ],
+)
+def test_a_number_that_is_not_finite_is_named(body: dict[str, Any], message: str) -> None:
+    with Client("http://127.0.0.1:1") as client, pytest.raises(ServiceError, match=message):
+        client.post("/", body)
+
+
 class Answering(Client):
     """A client whose service is a function of the requested path."""
 

@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 import typer
 
-from app.cli.submit import DEFAULT_MODEL, _finite, _given, _set
+from app.cli.submit import _given, _set
+from app.contract.architecture import BUILT_IN_MODEL
 
 BODY: dict[str, Any] = {
-    "model_name": DEFAULT_MODEL,
+    "model_name": BUILT_IN_MODEL,
     "dataset_config": {"file_id": "file-1", "max_length": 32, "overlength": "split"},
     "training_config": {"method": "lora", "learning_rate": 1.0},
     "target_effective_batch_size": 8,
@@ -72,9 +73,3 @@ def test_the_last_of_two_equal_settings_counts() -> None:
 def test_a_field_has_one_value(setting: str, message: str) -> None:
     with pytest.raises(typer.BadParameter, match=message):
         merged(setting)
-
-
-def test_options_are_finite_numbers() -> None:
-    assert [_finite(each) for each in (None, 0.5)] == [None, 0.5]
-    with pytest.raises(typer.BadParameter, match="nan is not a finite number"):
-        _finite(float("nan"))

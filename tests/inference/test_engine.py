@@ -646,4 +646,4 @@ def test_a_long_echo_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["short"].error is None
     assert found["long"].error is not None
     assert (found["long"].error.status, found["long"].error.field) == (400, "echo")
-    assert "would repeat 30 characters of prompts, and may have 20" in found["long"].error.message
+    assert "would repeat 30 characters of prompts, and at most 20 are" in found["long"].error.message

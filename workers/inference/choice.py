@@ -34,8 +34,7 @@ class Choice:
     made: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     failed_passes: int = 0
-    """How many forward passes, which it shared with others, have failed without one in between that
-    succeeded."""
+    """How many forward passes that it shared with others have failed in a row."""
     _pending: list[TokenLogprob] = field(default_factory=list)
     """Log probabilities of tokens whose text is not certain yet."""
 

@@ -181,8 +181,8 @@ class Engine:
         characters = order.choices * sum(map(len, texts))
         if characters > _MOST_ECHOED:
             raise refused(
-                f"With echo, the answer would repeat {characters:,} characters of prompts, and may have "
-                f"{_MOST_ECHOED:,}: leave echo out, or ask for fewer choices (n) or prompts.",
+                f"With echo, the answer would repeat {characters:,} characters of prompts, and at most "
+                f"{_MOST_ECHOED:,} are allowed: leave echo out, or ask for fewer choices (n) or prompts.",
                 field="echo",
             )
         own = [text for text in texts for _ in range(order.choices)]

@@ -34,7 +34,7 @@ from workers.training.distributed.rank_launcher import (
     launch,
 )
 from workers.training.exceptions import CannotTrain, Interrupted, LostRank, RanksMustRestart
-from workers.training.models.fetching import fetch, fetch_in_child, first_lines, is_transient
+from workers.training.models.fetching import fetch, fetch_in_child, is_transient, why_not_loaded
 from workers.training.processes.filesystem_view import drop_capabilities, isolate
 from workers.training.processes.lifeline import die_with_parent, end_with_supervisor, inherited
 from workers.training.processes.limits import limit
@@ -173,7 +173,7 @@ def _fetch(run: RunDirectory) -> int:
         known = isinstance(error, (OSError, ValueError, ImportError)) or is_transient(error)
         if not known:
             log.exception("the download failed")
-        first = first_lines(error, assignment, run.base) if known else "the hub's answers cannot be read"
+        first = why_not_loaded(error, assignment, run.base) if known else "the hub's answers cannot be read"
         message = f"the model {assignment.spec.model.name} could not be loaded: {first}"
         failure = Failure(code="model_not_loaded", message=message, permanent=not is_transient(error))
         run.write_failure(failure)

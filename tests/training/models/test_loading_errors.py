@@ -28,7 +28,7 @@ def test_a_refused_configuration_is_explained(changed: dict[str, Any], reason: s
     with pytest.raises((KeyError, ValueError, StrictDataclassError)) as refused:
         AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
     assert reason in reason_of(refused.value, config)
-    assert "afmoe" not in reason_of(refused.value, config), "a list of all models helps nobody"
+    assert "afmoe" not in reason_of(refused.value, config), "without the list of all model types"
 
 
 def test_a_missing_key_is_named() -> None:

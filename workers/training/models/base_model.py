@@ -23,7 +23,7 @@ from workers.run_directory import RunDirectory, write_atomically
 from workers.training.devices import device_errors
 from workers.training.exceptions import CannotTrain
 from workers.training.models.auto_class import auto_class
-from workers.training.models.fetching import fetch, first_lines
+from workers.training.models.fetching import fetch, why_not_loaded
 from workers.training.models.head import backbone_of
 from workers.training.models.model_files import check_tokenizer, stage, weight_files
 from workers.training.models.model_parts import padding_token, positions_of
@@ -93,7 +93,7 @@ def stage_base_model(assignment: Assignment, run: RunDirectory) -> Path:
         raise CannotTrain(
             "model_not_loaded",
             f"the model {assignment.spec.model.name} could not be loaded: "
-            f"{first_lines(error, assignment, run.base)}",
+            f"{why_not_loaded(error, assignment, run.base)}",
         ) from error
     check_layers(layers_of(assignment))
     known, found = run.path / "base_model.json", fingerprint_of_files(folder)
@@ -171,7 +171,7 @@ def load(assignment: Assignment, folder: Path) -> tuple[Any, Any, list[str]]:
         if head is not None:
             set_padding_token(model.config, padding_token(tokenizer, model))
     except ImportError as error:
-        raise CannotTrain("not_installed", first_lines(error, assignment, folder)) from error
+        raise CannotTrain("not_installed", why_not_loaded(error, assignment, folder)) from error
     except (
         OSError, ValueError, TypeError, AttributeError, LookupError, RecursionError, SafetensorError,
         ArithmeticError, AssertionError, StrictDataclassError, RuntimeError,
@@ -181,7 +181,7 @@ def load(assignment: Assignment, folder: Path) -> tuple[Any, Any, list[str]]:
         raise CannotTrain(
             "model_not_loaded",
             f"the model {assignment.spec.model.name} could not be loaded: "
-            f"{first_lines(error, assignment, folder)}",
+            f"{why_not_loaded(error, assignment, folder)}",
         ) from error
     with warnings.catch_warnings(record=True) as warned:  # warnings of peft, which users should see
         warnings.simplefilter("always", UserWarning)

@@ -150,8 +150,8 @@ _TRANSIENT = {408, 425, 429, *range(500, 600)}
 """Statuses of the hub's answers after which a later request may succeed."""
 
 
-def first_lines(error: Exception, assignment: Assignment, folder: Path) -> str:
-    """Why a model could not be loaded (`reason_of`), with its name in place of paths."""
+def why_not_loaded(error: Exception, assignment: Assignment, folder: Path) -> str:
+    """What `reason_of` says of an error, with the model's name in place of paths."""
     try:
         config = json.loads((folder / "config.json").read_text())
     except (OSError, ValueError, RecursionError):
