@@ -1,8 +1,10 @@
-"""Matrix products of states with weights in fp32 by oneDNN instead of MKL, on processors of AMD.
+"""Products of states with weights in fp32 by oneDNN instead of MKL, in the forward pass on processors of AMD.
 
 PyTorch computes these products with MKL, which is made for processors of Intel. oneDNN, which PyTorch
 includes as well, is faster on those of AMD, but makes code for each number of rows, which takes about half a
-millisecond. So it pays off for weights that are large, or many of the same shape (CONTRIBUTING.md).
+millisecond. So it pays off for weights that are large, or many of the same shape. The products of the
+backward pass stay with MKL: there, oneDNN reads the weights in another order, and is slower on some
+processors of AMD (CONTRIBUTING.md).
 
 Both libraries give the same up to rounding, and the gradient is compared before the first step, as for other
 kernels. What is chosen depends only on the processor, the model, the data and the plan, so that the same job
@@ -25,24 +27,21 @@ from workers.training.kernels.selection import may_replace_kernels, use_if_it_ag
 from workers.training.replica import Replica
 
 _LEAST_WORK = 1.5e9
-"""The least multiplications per micro-batch, over all weights of one shape, at which oneDNN's gain (about 5 %
-of the time) outweighs generating code for another number of rows."""
+"""The least multiplications per micro-batch, over all weights of one shape, at which oneDNN's gain (5 to 10 % of
+the time in the forward pass) outweighs generating code for another number of rows."""
 
 
 _CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 """Variables that oneDNN and PyTorch read when oneDNN is first used: for how many sizes of products they keep
 code and workspace, about a megabyte each. By default, for 1,024."""
 
-_KEPT = 16
-"""The layers of a micro-batch share their sizes, so that these are enough for it. The next one usually
-has other sizes."""
-
-_MOST_SHAPES = _KEPT // 2
-"""Each shape has a product in the forward pass and one in the backward pass."""
+_MOST_SHAPES = 16
+"""The most shapes of weights that oneDNN computes with, and of sizes of products that are kept. The layers of
+a micro-batch share their sizes; the next micro-batch usually has others."""
 
 
 class OneDnnProducts(Products):
-    """Products by oneDNN with weights of some shapes, and as PyTorch computes them with all others."""
+    """The forward pass by oneDNN with weights of some shapes. All other products are PyTorch's own."""
 
     def __init__(self, shapes: frozenset[Shape]) -> None:
         self._shapes = shapes
@@ -52,9 +51,6 @@ class OneDnnProducts(Products):
 
     def forward(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return _product(rows, weight, bias) if self.suits(weight) else super().forward(rows, weight, bias)
-
-    def backward(self, upper: Tensor, weight: Tensor) -> Tensor:
-        return _product(upper, weight.t(), None) if self.suits(weight) else super().backward(upper, weight)
 
 
 class OneDnn:
@@ -100,7 +96,7 @@ def choose_products(
     if not shapes:
         return
     for variable in _CACHES:
-        os.environ.setdefault(variable, str(_KEPT))
+        os.environ.setdefault(variable, str(_MOST_SHAPES))
     if not _is_available():
         return
     kernels = OneDnn(direct, shapes)
@@ -113,7 +109,7 @@ def choose_products(
 
 
 def suitable_shapes(shapes: Counter[Shape], rows: int) -> frozenset[Shape]:
-    """The shapes of weights whose products are faster by oneDNN, at most `_MOST_SHAPES`.
+    """The shapes of weights with which oneDNN's forward pass is faster, at most `_MOST_SHAPES`.
 
     Args:
         shapes: how many weights have each shape.
