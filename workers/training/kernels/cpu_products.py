@@ -27,8 +27,8 @@ from workers.training.kernels.selection import may_replace_kernels, use_if_it_ag
 from workers.training.replica import Replica
 
 _LEAST_WORK = 1.5e9
-"""The least multiplications per micro-batch, over all weights of one shape, at which oneDNN's gain (5 to 10 % of
-the time in the forward pass) outweighs generating code for another number of rows."""
+"""The least multiplications per micro-batch, over all weights of one shape, at which oneDNN's gain (about 5 %
+of the time of the forward pass) outweighs generating code for another number of rows."""
 
 
 _CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")

@@ -9,7 +9,7 @@ gradient stays the same.
   (varlen_attention.py).
 - Accrue's own kernel computes the cross-entropy in bf16 (fused_cross_entropy.py), where Triton is installed.
 - On a CPU, norms and rotary embeddings have backward passes of their own (lean_layers.py), and on processors
-  of AMD, oneDNN computes large products (cpu_products.py).
+  of AMD, oneDNN computes large products of the forward pass (cpu_products.py).
 
 Before the first step of every attempt (on a CPU, of the first attempt), the gradient of two samples is
 computed with the kernels and without them. Those that change it by more than rounding, or that fail, are not
