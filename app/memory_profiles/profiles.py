@@ -36,7 +36,7 @@ from app.storage.session import Session
 from app.storage.tables import Job, ProfileRequest, StoredProfile
 from app.storage.waits import Gone, never, until_found
 
-_PROFILER_VERSION = {"cpu": 2, "cuda": 4}
+_PROFILER_VERSION = {"cpu": 3, "cuda": 5}
 """The version of the profiler, by device; profiles made by other versions are not used."""
 
 _CLAIM_SECONDS = 60.0

@@ -8,7 +8,13 @@ from app.contract.architecture import Architecture
 from app.contract.memory_profile import Curve, PointMemory, Recipe
 from app.contract.plan import Source
 from app.planning.interpolation import interpolated
-from app.planning.memory import Memory, context_bytes, step_memory, workspace_bytes
+from app.planning.memory import (
+    Memory,
+    context_bytes,
+    copies_in_half_precision,
+    step_memory,
+    workspace_bytes,
+)
 
 MOST_ROWS = 2**20
 
@@ -73,14 +79,13 @@ class BySharding:
                       / self.architecture.parameters)  # fmt: skip
         layer = (1 - outside) / self.architecture.layers
         together = outside + _WHOLE_LAYERS * layer
-        copies = self._cast_copies(whole.weights_bytes)
+        copies = 0 if self.recipe.lora else copies_in_half_precision(self.architecture, self.recipe)
         kept = whole.weights_bytes - copies
-        casts = copies * together if self.recipe.gradient_checkpointing else copies
         stage = self.recipe.zero_stage
         return whole.model_copy(
             update={
                 "weights_bytes": int(
-                    kept / ranks + (kept * together + casts if stage == 3 else whole.weights_bytes)
+                    kept / ranks + (kept * together + copies if stage == 3 else whole.weights_bytes)
                 ),
                 "gradients_bytes": int(
                     whole.gradients_bytes * (1 + layer if stage == 1 else 1 / ranks + together)
@@ -88,11 +93,6 @@ class BySharding:
                 "optimizer_bytes": whole.optimizer_bytes // ranks,
             }
         )
-
-    def _cast_copies(self, weights_bytes: int) -> float:
-        """Bytes of autocast's copies of the weights in half precision, which the backward pass needs."""
-        casts = self.recipe.precision in ("bf16", "fp16") and self.recipe.lora is None
-        return weights_bytes / 3 if casts else 0.0
 
 
 @dataclass(frozen=True)

@@ -164,12 +164,11 @@ def step_memory(architecture: Architecture, recipe: Recipe, micro_batch: float, 
         activations = inputs + max(0.0, layer + attention_scores * _SCORES_AT_PEAK - chunk / 2)
     else:
         activations = architecture.layers * layer + attention_scores * _SCORES_AT_PEAK
-    casts = recipe.precision in ("bf16", "fp16")
     weights = (
-        _frozen_weight_bytes(architecture, recipe, stored) + trained * (stored + casts * width)
+        _frozen_weight_bytes(architecture, recipe, stored) + trained * stored
         if recipe.lora
-        else parameters * (stored + casts * width)
-    )
+        else parameters * stored
+    ) + copies_in_half_precision(architecture, recipe)
     held_in_fp32 = stored == 2 and recipe.accumulate_in_fp32
     gradient = 0 if recipe.accumulate_on_cpu and recipe.device == "cuda" else (4 if held_in_fp32 else stored)
     states = OPTIMIZER_STATES[recipe.optimizer]
@@ -186,6 +185,19 @@ def step_memory(architecture: Architecture, recipe: Recipe, micro_batch: float, 
         workspace_bytes=workspace_bytes(recipe.device),
         context_bytes=context_bytes(recipe),
     )
+
+
+def copies_in_half_precision(architecture: Architecture, recipe: Recipe) -> int:
+    """Bytes of autocast's copies of the trained weights, which the backward pass needs. With gradient
+    checkpointing, those of one layer are made at a time, and only that of the output head counts, which is
+    there at the peak."""
+    if recipe.precision not in ("bf16", "fp16"):
+        return 0
+    if recipe.lora is not None:
+        return 2 * lora_parameters(architecture, recipe.lora)
+    if recipe.gradient_checkpointing:
+        return 2 * architecture.vocabulary * architecture.hidden_size
+    return 2 * architecture.parameters
 
 
 def _logits(architecture: Architecture, recipe: Recipe, tokens: float) -> tuple[float, float]:
@@ -212,7 +224,8 @@ def _frozen_weight_bytes(architecture: Architecture, recipe: Recipe, stored: int
         return 0.5 * linear + stored * experts + (stored + 2 * casts) * embedding
     if casts and not keeps_all:
         return 2 * linear + stored * experts + (stored + 2) * embedding
-    return (stored + 2 * casts) * architecture.parameters
+    copied = embedding if recipe.gradient_checkpointing else architecture.parameters
+    return stored * architecture.parameters + 2 * casts * copied
 
 
 def lora_parameters(architecture: Architecture, lora: LoraSpec) -> int:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from itertools import product
 from statistics import median
@@ -347,6 +348,8 @@ class Step:
         self._gradients = gradients_for(parameters, in_fp32=True, host=None)
         self._window = Window(parameters, optimizer, Clipping(1.0), gradients=self._gradients)
         self._loss, self._precision, self._place = TokenLoss(self.model), recipe.precision, place
+        keeps = not recipe.gradient_checkpointing
+        self._in_precision = partial(autocast, recipe.precision, place.kind, keeps_copies=keeps)
         self._batch = _batch(place, config, rows, sequence)
 
     def release(self) -> None:
@@ -366,13 +369,13 @@ class Step:
 
     def whole_pass(self) -> None:
         """Forward and backward of a micro-batch; nothing is applied."""
-        with autocast(self._precision, self._place.kind):
+        with self._in_precision():
             summed = self._loss(self._batch).loss_sum
         summed.backward()
 
     def pass_without_loss(self) -> None:
         """Forward and backward of all layers before the output head."""
-        with autocast(self._precision, self._place.kind):
+        with self._in_precision():
             output = backbone_of(self.model)(input_ids=self._batch.input_ids, use_cache=False)
             summed = output.last_hidden_state.sum()
         summed.backward()
@@ -381,7 +384,7 @@ class Step:
         """One optimizer step."""
         self._window.open(float(len(self._batch.targets) * micro_batches))
         for _ in range(micro_batches):
-            with autocast(self._precision, self._place.kind):
+            with self._in_precision():
                 summed = self._loss(self._batch).loss_sum
             self._window.add(summed)
         assert self._window.close().applied

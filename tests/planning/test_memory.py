@@ -117,8 +117,10 @@ def test_frozen_layers_with_adapters_use_autocast_precision_but_embeddings_do_no
     embedding = llama.vocabulary * llama.hidden_size
     assert weights > 2 * llama.parameters + 2 * embedding
     assert weights < 2 * llama.parameters + 6 * embedding
-    merged = changed(lora=lora.model_copy(update={"merge": True}))
-    assert step_memory(llama, merged, 1, 1024).weights_bytes > 6 * llama.parameters
+    merging = lora.model_copy(update={"merge": True})
+    assert step_memory(llama, changed(lora=merging), 1, 1024).weights_bytes > 6 * llama.parameters
+    recomputed = changed(lora=merging, gradient_checkpointing=True)
+    assert step_memory(llama, recomputed, 1, 1024).weights_bytes < 4.4 * llama.parameters
 
 
 def test_experts_of_some_layers_are_not_counted_in_all() -> None:

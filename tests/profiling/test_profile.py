@@ -75,6 +75,21 @@ def test_the_layers_of_a_divided_model_repeat(checkpointing: bool) -> None:
         assert found == true
 
 
+@pytest.mark.parametrize(
+    "parts", [pytest.param(1, id="whole"), pytest.param(4, id="divided", marks=pytest.mark.thorough)]
+)
+def test_gradient_checkpointing_keeps_no_converted_weights(parts: int) -> None:
+    """The backward pass converts each layer's weights again, so that a copy of all would be of no use."""
+    config = {**FAMILIES["llama"], "num_hidden_layers": 12, "hidden_size": 320, "intermediate_size": 512}
+    weights = []
+    for checkpointing in (True, False):
+        recipe = Recipe(device="cuda", precision="bf16", parts=parts, gradient_checkpointing=checkpointing)
+        curve = make_profile(config, recipe, 64).curve
+        weights.append(ByProfile(curve, recipe, "simulated").memory(64).weights_bytes)
+    layers = curve.parameters - 2 * config["vocab_size"] * config["hidden_size"]
+    assert weights[0] < weights[1] - 1.5 * layers
+
+
 @pytest.mark.thorough
 def test_a_divided_model_needs_less_memory_on_more_ranks() -> None:
     estimates = [

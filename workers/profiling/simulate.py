@@ -5,7 +5,7 @@ import gc
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -266,7 +266,9 @@ class Simulation:
         balance, loss = self._balance, self._token_loss
         if self._head is not None:
             loss.head = _FewChunks(**vars(self._head), requested=chunks)
-        step = _Step(window, gradients, balance, loss, lambda: autocast(recipe.precision, "cpu"))
+        keeps = not recipe.gradient_checkpointing
+        in_precision = partial(autocast, recipe.precision, "cpu", keeps_copies=keeps)
+        step = _Step(window, gradients, balance, loss, in_precision)
         hooks = follow(recorder, model, self._depth, routed=balance is not None)
         try:
             with heads_repeated(recipe.device, recipe.precision, flash=recipe.flash_attention), recorder:

@@ -43,15 +43,22 @@ class Replica:
     stopwatch: Stopwatch
     kernels: "tuple[Kernels, ...]" = ()
     """Those that are in use instead of the model's own."""
+    recomputes_activations: bool = False
+    """Whether the backward pass computes each layer again (gradient checkpointing)."""
 
     @property
     def is_sharded(self) -> bool:
         """Whether the ranks hold parts of the model, so that all of them run each pass at the same time."""
         return self.parameters.is_sharded
 
-    def autocast(self) -> Any:
-        """The context of a forward pass in the plan's precision."""
-        return autocast(self.precision, self.device.type)
+    def autocast(self, *, generates: bool = False) -> Any:
+        """The context of a forward pass in the plan's precision.
+
+        Args:
+            generates: whether it is of many passes, which use the same weights.
+        """
+        keeps_copies = generates or not self.recomputes_activations
+        return autocast(self.precision, self.device.type, keeps_copies=keeps_copies)
 
     def forward(self, batch: MicroBatch) -> Forward:
         """The summed loss of a micro-batch, in the plan's precision."""

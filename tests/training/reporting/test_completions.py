@@ -1,11 +1,12 @@
 """Held-out prompts, completed before and after training."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationMixin
 
 from app.contract.model_reference import LoraSpec
 from app.contract.spec import MethodSpec, ValidationSpec
@@ -14,6 +15,7 @@ from tests.harness.specs import make_spec
 from tests.harness.training import interrupted_at, run_to_end
 from workers.run_directory import RunDirectory
 from workers.training.data.preparation import Samples
+from workers.training.losses.loss import TokenLoss
 from workers.training.reporting import completions
 
 HELD_BACK = small_data(validation=ValidationSpec(file_id=None, sha256=None, format=None, share=0.2))
@@ -56,6 +58,26 @@ def test_completions_with_adapters(tmp_path: Path) -> None:
     made = trained(tmp_path / "run", 2, method=MethodSpec(name="lora", lora=lora)).completions()
     assert made is not None
     assert all(each.before is not None and each.after is not None for each in made.data)
+
+
+@pytest.mark.parametrize("recomputes", [True, False])
+def test_weights_in_bf16_are_kept_only_if_they_are_used_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recomputes: bool
+) -> None:
+    """Completions are made of many passes. With gradient checkpointing, the backward pass converts weights
+    again, so that copies of all layers would be of no use."""
+    kept: dict[str, set[bool]] = {"forward": set(), "generate": set()}
+    for kind, name in ((TokenLoss, "forward"), (GenerationMixin, "generate")):
+        honest = getattr(kind, name)
+
+        def watched(*given: Any, name: str = name, honest: Any = honest, **named: Any) -> Any:
+            if torch.is_autocast_enabled("cpu"):
+                kept[name].add(torch.is_autocast_cache_enabled())
+            return honest(*given, **named)
+
+        monkeypatch.setattr(kind, name, watched)
+    trained(tmp_path / "run", 2, precision="bf16", gradient_checkpointing=recomputes)
+    assert kept == {"forward": {not recomputes}, "generate": {True}}
 
 
 def cannot_generate(*_: object) -> str:

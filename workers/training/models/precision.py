@@ -18,11 +18,17 @@ TOLERANCE = {"fp32": 1e-5, "tf32": 2e-2, "bf16": 2e-2, "fp16": 2e-2, "pure_bf16"
 """The allowed relative difference between two ways to compute the same value, by precision."""
 
 
-def autocast(precision: RunPrecision, device: str) -> Any:
-    """The context of a forward pass in a precision."""
+def autocast(precision: RunPrecision, device: str, *, keeps_copies: bool = True) -> Any:
+    """The context of a forward pass in a precision.
+
+    Args:
+        keeps_copies: whether weights that were converted are kept until the context ends, in case they are
+            used again. With gradient checkpointing, the backward pass converts them once more anyway, and the
+            copies of all layers would take two bytes for each parameter at the peak.
+    """
     if precision not in AUTOCAST:
         return contextlib.nullcontext()
-    return torch.autocast(device, dtype=AUTOCAST[precision])
+    return torch.autocast(device, dtype=AUTOCAST[precision], cache_enabled=keeps_copies)
 
 
 def narrow_frozen_layers(model: Any, dtype: torch.dtype) -> None:

@@ -168,7 +168,8 @@ def _complete(training: "TrainingRun", tokens: list[int]) -> str:
     was_training = model.training
     model.eval()
     try:
-        with torch.no_grad(), training.replica.autocast(), model_kernels(training.replica.kernels):
+        in_precision = training.replica.autocast(generates=True)
+        with torch.no_grad(), in_precision, model_kernels(training.replica.kernels):
             made = model.generate(
                 input_ids=given, attention_mask=torch.ones_like(given), generation_config=own
             )
