@@ -3,10 +3,7 @@
 Bytes throughout. The terms:
 
 - weights, gradients, optimizer states: parameters × bytes each; Adam keeps two states (Kingma and Ba, 2015).
-- activations that a layer keeps for its backward: after Korthikanti et al., "Reducing Activation
-  Recomputation in Large Transformer Models" (2022), section 4.1, without the attention matrix, which
-  scaled-dot-product attention does not keep (eager attention does), and with the residual stream and the
-  norms in fp32, as autocast leaves them. Families that keep more or less than Llama: `_KEPT_BY_FAMILY`.
+- activations that a layer keeps for its backward pass (activations.py).
 - logits: a chunk's logits in fp32, and their gradient; and the gradients of the hidden states
   and of the output head, which the chunked loss computes already in the forward pass.
 """
@@ -21,7 +18,13 @@ from app.contract.loss_chunks import rows_of_chunk
 from app.contract.memory_profile import Recipe
 from app.contract.model_reference import LoraSpec
 from app.contract.spec import OptimizerName, Spec
-from app.planning.families import OWN_LOGITS, WITHOUT_SDPA
+from app.planning.activations import (
+    SCORES_AT_PEAK,
+    attention_scores,
+    kept_per_score,
+    kept_per_token,
+)
+from app.planning.families import OWN_LOGITS
 
 OPTIMIZER_STATES: dict[OptimizerName, float] = {
     "adamw": 2, "adamw_8bit": 0.5, "lion": 1, "lamb": 2, "lars": 1, "sgd": 1, "adafactor": 0.01,
@@ -77,64 +80,12 @@ class Memory(Frozen):
         return self.peak_reserved_bytes + self.context_bytes
 
 
-_NORM_BYTES, _NORM_BYTES_FP32 = 24, 28
-"""Bytes per token and unit of width that the two norms of a layer keep, with the residual stream in fp32: in
-half precision by autocast, and in fp32. Fitted to the simulation of Llama, Mistral, Qwen 2 and Phi 3, of
-which the formula then gives all activations within 3 %."""
-
-_KEPT_BY_FAMILY: dict[str, tuple[float, float]] = {
-    "gpt2": (1.45, 1.15), "llama": (1.0, 1.0), "qwen2": (1.0, 1.0), "mistral": (1.0, 1.0),
-    "phi3": (1.0, 1.05), "qwen3": (1.25, 1.2), "qwen3_moe": (1.46, 1.0), "mixtral": (1.6, 1.0),
-    "gemma2": (1.3, 1.12), "gemma3_text": (1.57, 1.25), "gpt_neox": (0.7, 0.8), "opt": (0.6, 0.55),
-    "bloom": (0.55, 0.65),
-    "falcon": (1.3, 1.0), "gpt_oss": (1.8, 1.25), "qwen2_moe": (1.35, 1.0), "qwen3_next": (1.4, 1.0),
-    "olmo": (0.9, 0.9), "olmo2": (1.25, 1.15), "olmo3": (1.35, 1.15), "olmoe": (1.7, 1.25),
-    "cohere": (1.0, 0.9), "starcoder2": (0.8, 0.8), "stablelm": (0.95, 0.95), "granite": (1.05, 1.0),
-    "glm": (1.05, 1.05), "smollm3": (1.05, 1.0), "nemotron": (0.8, 1.2), "mamba": (11.0, 6.7),
-    "falcon_mamba": (11.0, 6.7), "mpt": (0.75, 0.85),
-}  # fmt: skip
-"""What a layer keeps, relative to the formula for Llama, in half precision and in fp32. As simulated for
-models of the catalogue (tests/profiling/test_formula.py), and for small ones of the other families."""
-
-_KEPT_BY_OTHERS = (1.4, 1.2)
-
 _KEPT_WITH_ADAPTERS = 0.9
 """What a layer keeps with adapters, relative to full training: frozen layers need no inputs for gradients of
 their weights. Simulated for Llama 3.1 8B, Qwen3 4B and GPT-2: 0.79 to 1.02."""
 
 _LOGITS_COPIES = 2.25
 """A chunk's logits in fp32, their gradient, and a margin for those that are scaled or capped."""
-
-_SCORES_KEPT_BY_OTHERS = (6, 4)
-"""Bytes that a layer of eager attention keeps for each score (a pair of positions of a head), in half
-precision and in fp32: the softmax in fp32 and, in half precision, its cast copy. As simulated for small
-models of the families without sdpa attention."""
-
-_SCORES_KEPT: dict[str, tuple[int, int]] = {
-    "gemma2": (8, 8), "vaultgemma": (8, 8), "granite_swa": (12, 10),
-    "granitemoe_swa": (12, 10), "hy_v4": (8, 5), "xglm": (10, 9),
-}  # fmt: skip
-"""Those of families that keep more: the result of a soft cap on scores (Gemma 2), or further copies. As
-simulated, too."""
-
-_SCORES_AT_PEAK = 8
-"""Bytes for each score that the backward pass of one layer takes in addition. As simulated: 6 to 10."""
-
-
-def kept_per_token(architecture: Architecture, recipe: Recipe) -> float:
-    """Bytes that one layer keeps for its backward, per token."""
-    hidden, inner = architecture.hidden_size, architecture.intermediate_size
-    key_value = 2 * architecture.key_value_heads * architecture.head_dim
-    query = architecture.heads * architecture.head_dim
-    is_fp32 = recipe.precision in ("fp32", "tf32")
-    norms = hidden * (_NORM_BYTES_FP32 if is_fp32 else _NORM_BYTES)
-    attention = query + key_value + 2 * query  # q, k, v, the output and what the projection takes
-    feed_forward = (4 if architecture.gated else 3) * inner * architecture.active_experts
-    if architecture.experts > 1:
-        # An expert's input, its output, and its output multiplied by the routing weight.
-        feed_forward += 3 * hidden * architecture.active_experts
-    relative = _KEPT_BY_FAMILY.get(architecture.family, _KEPT_BY_OTHERS)[is_fp32]
-    return relative * (norms + (4 if is_fp32 else 2) * (attention + feed_forward))
 
 
 def step_memory(architecture: Architecture, recipe: Recipe, micro_batch: float, sequence: int) -> Memory:
@@ -153,17 +104,15 @@ def step_memory(architecture: Architecture, recipe: Recipe, micro_batch: float, 
     layer = tokens * kept_per_token(architecture, recipe)
     if recipe.lora is not None:
         layer *= _KEPT_WITH_ADAPTERS
-    attention_scores = 0.0
-    if recipe.attention == "eager" or (recipe.attention == "sdpa" and architecture.family in WITHOUT_SDPA):
-        attention_scores = micro_batch * architecture.heads * sequence * sequence
-        layer += attention_scores * _SCORES_KEPT.get(architecture.family, _SCORES_KEPT_BY_OTHERS)[width == 4]
+    scores = attention_scores(architecture, recipe, micro_batch, sequence)
+    layer += scores * kept_per_score(architecture, recipe)
     if recipe.gradient_checkpointing:
         # Each layer's input, which is in fp32 under autocast; and either a chunk's logits or one layer, which
         # is computed again once most of the logits are gone.
         inputs = architecture.layers * tokens * architecture.hidden_size * max(stored, width)
-        activations = inputs + max(0.0, layer + attention_scores * _SCORES_AT_PEAK - chunk / 2)
+        activations = inputs + max(0.0, layer + scores * SCORES_AT_PEAK - chunk / 2)
     else:
-        activations = architecture.layers * layer + attention_scores * _SCORES_AT_PEAK
+        activations = architecture.layers * layer + scores * SCORES_AT_PEAK
     weights = (
         _frozen_weight_bytes(architecture, recipe, stored) + trained * stored
         if recipe.lora
@@ -189,8 +138,7 @@ def step_memory(architecture: Architecture, recipe: Recipe, micro_batch: float, 
 
 def copies_in_half_precision(architecture: Architecture, recipe: Recipe) -> int:
     """Bytes of autocast's copies of the trained weights, which the backward pass needs. With gradient
-    checkpointing, those of one layer are made at a time, and only that of the output head counts, which is
-    there at the peak."""
+    checkpointing, there are those of one layer at a time, and at the peak, only that of the output head."""
     if recipe.precision not in ("bf16", "fp16"):
         return 0
     if recipe.lora is not None:

@@ -22,6 +22,7 @@ from workers.training.exceptions import CannotTrain, Interrupted
 from workers.training.micro_batches.batches import epoch_order
 from workers.training.models.tiny_gpt2 import make_tokenizer
 from workers.training.models.trainable import recompute_activations
+from workers.training.replica import Replica
 
 
 def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
@@ -242,10 +243,16 @@ def test_one_sample_that_does_not_fit_ends_the_job_with_the_remedies(
 def test_one_sample_that_does_not_fit_is_trained_with_gradient_checkpointing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Autocast's copies of the weights are kept no longer, also after a resume."""
     spec = make_spec(data=small_data(), max_steps=3)
-    plain = create_run(tmp_path / "plain", spec, rule=FixedSize(samples=1))
+    plain = create_run(tmp_path / "plain", spec, rule=FixedSize(samples=1), precision="bf16")
     run_to_end(plain)
-    recomputing = False
+    recomputing, autocast, kept = False, Replica.autocast, []
+
+    def watched(replica: Replica) -> Any:
+        with autocast(replica):
+            kept.append((recomputing, torch.is_autocast_cache_enabled()))
+        return autocast(replica)
 
     def failing(batch: Any) -> float:
         if not recomputing:
@@ -259,8 +266,14 @@ def test_one_sample_that_does_not_fit_is_trained_with_gradient_checkpointing(
 
     scale_losses(monkeypatch, failing)
     monkeypatch.setattr("workers.training.accumulate.recompute_activations", switched_on)
-    run = create_run(tmp_path / "run", spec, rule=FixedSize(samples=1))
+    monkeypatch.setattr(Replica, "autocast", watched)
+    run = create_run(tmp_path / "run", spec, rule=FixedSize(samples=1), precision="bf16")
+    interrupted_at(run, 20)
+    assert 0 < len(log_of(run)) < 3
+    assert set(kept) == {(False, True), (True, False)}
+    kept.clear()
     run_to_end(run)
+    assert set(kept) == {(True, False)}
     for a, b in zip(log_of(plain), log_of(run), strict=True):
         assert b["loss"] == pytest.approx(a["loss"], rel=1e-5)
 

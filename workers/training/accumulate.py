@@ -347,6 +347,7 @@ def _recompute_activations(training: TrainingRun, samples: int, tokens: int) -> 
     except CannotTrain:
         plan = training.assignment.plan
         raise device_errors.out_of_memory_error(plan, samples, tokens, recomputed=False) from None
+    training.replica.recomputes_activations = True
 
 
 def reduce_memory(

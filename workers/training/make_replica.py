@@ -80,7 +80,7 @@ def make_replica(
         compression=compression if group.size > 1 else None,
         memory=memory.MemoryWatch(device, assignment.plan.ranks[group.rank].memory_limit_bytes),
         stopwatch=Stopwatch(device),
-        recomputes_activations=spec.gradient_checkpointing,
+        recomputes_activations=spec.gradient_checkpointing or state.fallbacks.checkpointing,
     )
 
 
