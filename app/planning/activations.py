@@ -49,7 +49,8 @@ sizes. `python -m tests.harness.kept_activations` simulates families and prints 
 _KEPT_BY_OTHERS = (1.4, 1.2)
 
 _ALL_EXPERTS = ("llama4", "llama4_text")
-"""Families in which each token goes through all experts; those that were not chosen get zeros as input."""
+"""Families in which each token goes through all experts; those that were not chosen get zeros as input. (If
+only some layers have experts, as in Llama 4 Maverick, this counts too much.)"""
 
 _SCORES_KEPT_BY_OTHERS = (6, 4)
 """Bytes that a layer of eager attention keeps for each score (a pair of positions of a head), in half

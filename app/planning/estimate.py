@@ -79,6 +79,7 @@ class BySharding:
                       / self.architecture.parameters)  # fmt: skip
         layer = (1 - outside) / self.architecture.layers
         together = outside + _WHOLE_LAYERS * layer
+        # Adapters' copies are divided, since they are few.
         copies = 0 if self.recipe.lora else copies_in_half_precision(self.architecture, self.recipe)
         kept = whole.weights_bytes - copies
         stage = self.recipe.zero_stage

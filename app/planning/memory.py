@@ -138,14 +138,16 @@ def step_memory(architecture: Architecture, recipe: Recipe, micro_batch: float, 
 
 def copies_in_half_precision(architecture: Architecture, recipe: Recipe) -> int:
     """Bytes of autocast's copies of the trained weights, which the backward pass needs. With gradient
-    checkpointing, there are those of one layer at a time, and at the peak, only that of the output head."""
+    checkpointing, there are those of the output head, and later those of one layer at a time."""
     if recipe.precision not in ("bf16", "fp16"):
         return 0
     if recipe.lora is not None:
         return 2 * lora_parameters(architecture, recipe.lora)
-    if recipe.gradient_checkpointing:
-        return 2 * architecture.vocabulary * architecture.hidden_size
-    return 2 * architecture.parameters
+    if not recipe.gradient_checkpointing:
+        return 2 * architecture.parameters
+    embedding = architecture.vocabulary * architecture.hidden_size
+    layer = max(0, architecture.parameters - embedding) // architecture.layers
+    return 2 * max(0 if recipe.scores else embedding, layer)
 
 
 def _logits(architecture: Architecture, recipe: Recipe, tokens: float) -> tuple[float, float]:

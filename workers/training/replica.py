@@ -51,13 +51,14 @@ class Replica:
         """Whether the ranks hold parts of the model, so that all of them run each pass at the same time."""
         return self.parameters.is_sharded
 
-    def autocast(self, *, generates: bool = False) -> Any:
+    def autocast(self, *, keeps_copies: bool = False) -> Any:
         """The context of a forward pass in the plan's precision.
 
         Args:
-            generates: whether it is of many passes, which use the same weights.
+            keeps_copies: whether converted weights are kept even with gradient checkpointing, because the
+                context spans many passes with the same weights.
         """
-        keeps_copies = generates or not self.recomputes_activations
+        keeps_copies = keeps_copies or not self.recomputes_activations
         return autocast(self.precision, self.device.type, keeps_copies=keeps_copies)
 
     def forward(self, batch: MicroBatch) -> Forward:

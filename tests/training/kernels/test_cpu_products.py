@@ -47,13 +47,12 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
 def test_products_are_those_of_pytorch(rows: int, has_bias: bool, is_transposed: bool) -> None:
     torch.manual_seed(rows)
     weight = torch.randn(24, 40).t() if is_transposed else torch.randn(40, 24)
-    states, upper = torch.randn(rows, 24), torch.randn(40, rows).t()
+    states = torch.randn(rows, 24)
     bias = torch.randn(40) if has_bias else None
     products = OneDnnProducts(frozenset([(40, 24)]))
     torch.testing.assert_close(
         products.forward(states, weight, bias), nn.functional.linear(states, weight, bias)
     )
-    assert torch.equal(products.backward(upper, weight), upper @ weight)
     again = [products.forward(states, weight, bias) for _ in range(2)]
     assert torch.equal(*again)
 
@@ -101,7 +100,7 @@ def test_shapes_with_much_work_are_chosen() -> None:
     assert suitable_shapes(shapes, 512) == {(768, 768)}
     assert suitable_shapes(shapes, 1024) == {(768, 768), (2048, 768)}
     many = Counter({(4096, 4096 + number): 1 for number in range(20)})
-    assert suitable_shapes(many, 1024) == {(4096, 4096 + number) for number in range(4, 20)}
+    assert suitable_shapes(many, 1024) == {(4096, 4096 + number) for number in range(8, 20)}
 
 
 def test_the_backward_pass_stays_with_pytorch(products: list[torch.Size]) -> None:

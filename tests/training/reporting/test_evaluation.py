@@ -2,14 +2,17 @@
 
 from dataclasses import replace
 from math import inf, nan
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from app.contract.spec import EarlyStopping
 from tests.harness.small_models import make_model, make_window64
 from workers.training.checkpoints.state import RunState
 from workers.training.losses.loss import TokenLoss
+from workers.training.models.precision import autocast
 from workers.training.reporting.evaluation import Evaluated, record
 
 
@@ -69,3 +72,27 @@ def test_an_evaluation_counts_the_targets_that_are_most_likely(
     counts = 1.0 if weights is None else weights
     assert float(found.loss_sum) == pytest.approx(float((each * counts).sum()), rel=1e-9)
     assert float(found.correct) == pytest.approx(float((right * counts).sum()), rel=1e-9)
+
+
+class Conversions(TorchDispatchMode):
+    """Counts the conversions of tensors of a shape to another precision."""
+
+    def __init__(self, shape: torch.Size) -> None:
+        super().__init__()
+        self.shape, self.found = shape, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found += func is torch.ops.aten._to_copy.default and args[0].shape == self.shape
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_chunks_of_an_evaluation_share_one_converted_output_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with gradient checkpointing, with which other converted weights are not kept."""
+    monkeypatch.setattr("workers.training.models.head.rows_of_chunk", lambda *_: 7)
+    model = make_model("llama", torch.float32).eval()
+    batch, loss = make_window64().batch([3, 8, 21]), TokenLoss(model)
+    assert len(batch.targets) > 2 * 7
+    with Conversions(model.lm_head.weight.shape) as head, autocast("bf16", "cpu", keeps_copies=False):
+        loss(batch, evaluates=True)
+        assert not torch.is_autocast_cache_enabled()
+    assert head.found == 1

@@ -232,8 +232,8 @@ class Fallbacks:
     """Whether norms and rotary embeddings have backward passes of their own (lean_layers.py); decided before
     the first step."""
     onednn_shapes: list[list[int]] = field(default_factory=list)
-    """The shapes of weights whose products oneDNN computes (cpu_products.py); decided before the first
-    step."""
+    """The shapes of weights with which oneDNN computes the forward pass (cpu_products.py); decided before the
+    first step."""
     equivalence_error: float | None = None
     """The gradient error of the equivalence certificate, or None if it was not measured yet."""
 

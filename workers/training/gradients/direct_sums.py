@@ -31,7 +31,7 @@ Shape = tuple[int, int]
 
 
 class Products:
-    """Matrix products with a weight of shape (outputs, inputs), as PyTorch computes them."""
+    """The forward pass of a linear layer, as PyTorch computes it."""
 
     def suits(self, weight: Tensor) -> bool:
         """Whether products with a weight are computed in another way than PyTorch does by itself."""
@@ -40,10 +40,6 @@ class Products:
     def forward(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """rows · weightᵀ + bias, of shape (rows, outputs)."""
         return F.linear(rows, weight, bias)
-
-    def backward(self, upper: Tensor, weight: Tensor) -> Tensor:
-        """upper · weight, of shape (rows, inputs)."""
-        return upper @ weight
 
 
 class DirectSums:
@@ -226,7 +222,7 @@ class _Product(torch.autograd.Function):
         ctx: Any, given: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, products: Products
     ) -> Tensor:
         ctx.save_for_backward(given)
-        ctx.weight, ctx.bias, ctx.transposed, ctx.products = weight, bias, transposed, products
+        ctx.weight, ctx.bias, ctx.transposed = weight, bias, transposed
         rows = given.reshape(-1, given.shape[-1])
         found = products.forward(rows, weight.t() if transposed else weight, bias)
         return _owned(found, given.shape[:-1])
@@ -247,7 +243,7 @@ class _Product(torch.autograd.Function):
         to_given = None
         if ctx.needs_input_grad[0]:
             matrix = weight.t() if ctx.transposed else weight
-            to_given = ctx.products.backward(columns, matrix).view(given.shape)
+            to_given = (columns @ matrix).view(given.shape)
         return to_given, None, None, None, None
 
 
@@ -259,7 +255,7 @@ class _FrozenProduct(torch.autograd.Function):
     def forward(
         ctx: Any, given: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, products: Products
     ) -> Tensor:
-        ctx.matrix, ctx.products = weight.t() if transposed else weight, products
+        ctx.matrix = weight.t() if transposed else weight
         rows = given.reshape(-1, given.shape[-1])
         return _owned(products.forward(rows, ctx.matrix, bias), given.shape[:-1])
 
@@ -268,7 +264,7 @@ class _FrozenProduct(torch.autograd.Function):
     def backward(ctx: Any, upper: Tensor) -> Any:
         if not ctx.needs_input_grad[0]:
             return None, None, None, None, None
-        rows = ctx.products.backward(upper.reshape(-1, upper.shape[-1]), ctx.matrix)
+        rows = upper.reshape(-1, upper.shape[-1]) @ ctx.matrix
         return rows.view(*upper.shape[:-1], ctx.matrix.shape[1]), None, None, None, None
 
 

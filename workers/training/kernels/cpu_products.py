@@ -35,9 +35,12 @@ _CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 """Variables that oneDNN and PyTorch read when oneDNN is first used: for how many sizes of products they keep
 code and workspace, about a megabyte each. By default, for 1,024."""
 
-_MOST_SHAPES = 16
-"""The most shapes of weights that oneDNN computes with, and of sizes of products that are kept. The layers of
-a micro-batch share their sizes; the next micro-batch usually has others."""
+_KEPT = 16
+"""The layers of a micro-batch share their sizes, so that these are enough for it. The next one usually
+has other sizes."""
+
+_MOST_SHAPES = _KEPT - 4
+"""The most shapes of weights for which oneDNN is used: some have two sizes, with a bias and without one."""
 
 
 class OneDnnProducts(Products):
@@ -96,7 +99,7 @@ def choose_products(
     if not shapes:
         return
     for variable in _CACHES:
-        os.environ.setdefault(variable, str(_MOST_SHAPES))
+        os.environ.setdefault(variable, str(_KEPT))
     if not _is_available():
         return
     kernels = OneDnn(direct, shapes)

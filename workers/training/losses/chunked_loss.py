@@ -46,7 +46,7 @@ class ChunkedLoss(torch.autograd.Function):
             heaviest = token_weights.abs().amax() if len(token_weights) else token_weights.new_ones(())
             heaviest = torch.where(heaviest > 0, heaviest, torch.ones_like(heaviest))
             token_weights = token_weights / heaviest  # so that none leaves fp16's range
-        gradients = _HeadGradients(hidden, weight, bias, wanted, head, dtype, factor, products)
+        gradients = _HeadGradients(hidden, weight, bias, wanted, head, dtype, factor)
         total = torch.zeros((), dtype=wide, device=hidden.device)
         rows = head.rows if fused is None else 2 * head.rows  # with logits in half the bytes
         for start in head.starts(len(hidden)) if fused is None else range(0, len(hidden), rows):
@@ -148,9 +148,7 @@ class _HeadGradients:
         head: Head,
         dtype: torch.dtype,
         factor: float | None,
-        products: Products,
     ) -> None:
-        self._products = products
         self._wide = torch.promote_types(dtype, torch.float32)
         self._dtype, self._head, self._factor = dtype, head, factor
         wants_hidden, wants_weight, wants_bias = wanted
@@ -179,7 +177,7 @@ class _HeadGradients:
         """Adds a chunk. `narrow` is its error in the precision of products; `error` is the same before it was
         rounded, from which the bias's gradient is summed (None: it was not rounded)."""
         if self.to_hidden is not None:
-            self.to_hidden[part] = self._products.backward(narrow, self.matrix)
+            self.to_hidden[part] = narrow @ self.matrix
         if self._sums is not None:
             assert self._factor is not None
             if narrow.dtype == self._wide:

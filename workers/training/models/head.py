@@ -11,6 +11,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from app.contract.loss_chunks import rows_of_chunk
+from workers.training.models.precision import copies_kept
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,8 @@ class Head:
     def logits(self, hidden: Tensor) -> Tensor:
         """The logits of hidden states, at least fp32; used only where no gradient is needed. With weights in
         fp32, they are the only tensor of their size."""
-        found = F.linear(hidden.to(self.weight.dtype), self.weight, self.bias).detach()
+        with copies_kept():  # the chunks of a pass share one
+            found = F.linear(hidden.to(self.weight.dtype), self.weight, self.bias).detach()
         found = found.to(torch.promote_types(found.dtype, torch.float32))
         if self.scale != 1.0:
             found.mul_(self.scale)

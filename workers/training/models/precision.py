@@ -3,6 +3,7 @@
 import contextlib
 import copy
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -29,6 +30,18 @@ def autocast(precision: RunPrecision, device: str, *, keeps_copies: bool = True)
     if precision not in AUTOCAST:
         return contextlib.nullcontext()
     return torch.autocast(device, dtype=AUTOCAST[precision], cache_enabled=keeps_copies)
+
+
+@contextlib.contextmanager
+def copies_kept() -> Iterator[None]:
+    """Within the block, autocast keeps copies of the weights that it converts, until its context ends: for a
+    weight that is used several times in a pass."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(True)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
 
 
 def narrow_frozen_layers(model: Any, dtype: torch.dtype) -> None:

@@ -168,7 +168,9 @@ def _complete(training: "TrainingRun", tokens: list[int]) -> str:
     was_training = model.training
     model.eval()
     try:
-        in_precision = training.replica.autocast(generates=True)
+        # Between windows, there is room for copies of the weights where a step has its gradients.
+        has_room = training.group.size == 1 and not training.assignment.spec.accumulate_gradients_on_cpu
+        in_precision = training.replica.autocast(keeps_copies=has_room)
         with torch.no_grad(), in_precision, model_kernels(training.replica.kernels):
             made = model.generate(
                 input_ids=given, attention_mask=torch.ones_like(given), generation_config=own
