@@ -17,9 +17,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import exp, log, sqrt
-from string import ascii_uppercase
 
 from app.contract.architecture import Architecture
+from app.planning.data_sheets import similar_data_sheet
 from app.planning.devices import Device
 
 
@@ -170,17 +170,6 @@ _REACHED = 0.33
 """The share of a device's peak that training reaches: 0.2 to 0.5 in published runs (Chowdhery et al. 2022,
 table 3)."""
 
-_PEAK_TERAFLOPS = {
-    "H200": 989, "H100": 989, "GH200": 989, "B200": 2250, "GB200": 2250, "A100": 312, "A800": 312,
-    "L40S": 362, "L40": 181, "L4": 121, "A40": 150, "A30": 165, "A10": 125, "A6000": 155, "A5000": 111,
-    "A4000": 77, "V100": 125, "T4": 65, "5090": 210, "5080": 113, "4090": 165, "4080": 97, "4070": 58,
-    "4060": 30, "3090": 71, "3080": 59, "3070": 41, "3060": 25, "2080": 54,
-}  # fmt: skip
-"""Peak of dense matrix products in bf16 or fp16 with sums in fp32, from the vendors' data sheets."""
-
-_OF_PEAK = {"bf16": 1.0, "fp16": 1.0, "pure_bf16": 1.0, "tf32": 0.5, "fp32": 0.125}
-"""The peak in a precision, relative to that in half precision."""
-
 _GPU_SECONDS_PER_PASS, _CPU_SECONDS_PER_PASS = 2e-4, 5e-4
 _GPU_SECONDS_PER_UPDATE, _CPU_SECONDS_PER_UPDATE = 3e-11, 2e-9
 _CPU_OPERATIONS_PER_SECOND = 4e10
@@ -191,34 +180,30 @@ def _guessed(device: Device, precision: str) -> Rates | None:
     if device.kind == "cpu":
         per_operation = 1 / _CPU_OPERATIONS_PER_SECOND
         return Rates(_CPU_SECONDS_PER_PASS, per_operation, _CPU_SECONDS_PER_UPDATE, _SPREAD_OF_GUESS)
-    peak = _peak_of(device.name)
+    peak = _peak_of(device.name, precision)
     if peak is None:
         return None
-    per_second = peak * 1e12 * _OF_PEAK.get(precision, 0.125) * _REACHED
+    per_second = peak * 1e12 * _REACHED
     return Rates(_GPU_SECONDS_PER_PASS, 1 / per_second, _GPU_SECONDS_PER_UPDATE, _SPREAD_OF_GUESS)
 
 
-def _peak_of(name: str) -> float | None:
-    """The peak of a GPU, by its name; of a slice of one (MIG), its share of that. None: not known."""
-    parts = (_BRANDS.sub("", part) for part in re.findall(r"[A-Z]*\d+[A-Z]*", name.upper()))
-    models = (model for part in parts for model in (part, part.rstrip(ascii_uppercase)))
-    model = next((model for model in models if model in _PEAK_TERAFLOPS), None)
-    if model is None:
+def _peak_of(name: str, precision: str) -> float | None:
+    """The peak of a GPU in teraflops, by its name; of a slice of one (MIG), its share of that. None: not
+    known."""
+    sheet = similar_data_sheet(name)
+    if sheet is None:
         return None
     slices = _SLICE.search(name.upper())
-    share = 1.0 if slices is None else int(slices[1] or slices[2]) / _SLICES.get(model, 7)
-    return _PEAK_TERAFLOPS[model] * share
+    units = _UNITS_OF_AN_A30 if re.search(r"\bA30\b", name, re.IGNORECASE) else _UNITS
+    share = 1.0 if slices is None else int(slices[1] or slices[2]) / units
+    return sheet.teraflops(precision) * share
 
-
-_BRANDS = re.compile(r"^(NVIDIA|TESLA|GEFORCE|QUADRO|RTX|GTX)+")
-"""What may precede a GPU's number without a space."""
 
 _SLICE = re.compile(r"\bMIG (?:(\d)C\.)?(\d)G\.")
 """How nvidia-smi names slices: `1g` has one unit of compute, and `1c.3g` may use one of three."""
 
-_SLICES = {"A30": 4}
-"""How many units of compute a GPU has that can be divided; seven if it is not named (NVIDIA's MIG user
-guide)."""
+_UNITS, _UNITS_OF_AN_A30 = 7, 4
+"""How many units of compute a GPU has that can be divided (NVIDIA's MIG user guide)."""
 
 
 def _guess_from(done: Sequence[MeasuredWork]) -> Rates | None:

@@ -230,6 +230,6 @@ def test_accrue_tune_measures_micro_batches_and_plans_use_the_result(shared: Acc
 
 def test_the_service_works_behind_a_proxy_that_strips_a_prefix(accrue: Accrue) -> None:
     accrue.start("serve", ACCRUE_ROOT_PATH="/accrue")
-    until(accrue.answers, 20)
+    until(accrue.answers)
     assert accrue.get("/openapi.json")["servers"] == [{"url": "/accrue"}]
     assert accrue.get(TRAINING)["data"] == []

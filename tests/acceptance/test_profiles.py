@@ -28,17 +28,15 @@ def test_the_profiler_serves_profile_and_preview_requests(accrue: Accrue, tmp_pa
 
     worker = accrue.start("worker", ACCRUE_PROFILER="true")
     until(lambda: accrue.get("/gradient-accumulation/workers")["data"])
-    until(lambda: accrue.post(CALCULATE, llama)["source"] == "simulated", 90)
-    full = accrue.post(CALCULATE, llama)
+    full = simulated(accrue, llama)
     assert full["fits"] is False
     assert len(full["alternatives"]) >= 4
     assert "The smallest change that fits" in full["explanation"]
-    taken = accrue.post(CALCULATE, {**llama, **advised(full)})
-    assert (taken["fits"], taken["source"]) == (True, "simulated")
+    taken = simulated(accrue, {**llama, **advised(full)})
+    assert taken["fits"] is True
     assert f"({taken['memory']['peak_process_bytes'] / 2**30:.2f} GiB)" in full["explanation"]
     adapters = {"method": "lora", "gradient_checkpointing": True, "mixed_precision": "bf16"}
-    lora = accrue.post(CALCULATE, {**llama, **adapters})
-    assert lora["source"] == "simulated"
+    lora = simulated(accrue, {**llama, **adapters})
     assert lora["fits"] is True
     assert lora["memory"]["weights_bytes"] > 15 * 2**30
 
@@ -50,7 +48,7 @@ def test_the_profiler_serves_profile_and_preview_requests(accrue: Accrue, tmp_pa
     dry = {"dataset_config": {"texts": ["some text"] * 40, "max_length": 64}, "dry_run": True}
     body = {"model_name": "accrue/tiny-gpt2", **dry}
     accrue.post(f"{TRAINING}/with-accumulation", body)
-    until(lambda: accrue.post(f"{TRAINING}/with-accumulation", body)["plan"]["source"] == "simulated", 30)
+    until(lambda: accrue.post(f"{TRAINING}/with-accumulation", body)["plan"]["source"] == "simulated", 90)
     job = accrue.submit(dataset_config=dry["dataset_config"], training_config={"max_steps": 4})
     assert accrue.ended(job)["status"] == "succeeded"
     again = accrue.post(f"{TRAINING}/with-accumulation", {**body, "gpu_ids": None})
@@ -74,9 +72,23 @@ def plan_for_short_samples(accrue: Accrue, path: Path) -> None:
         found: dict[str, Any] = accrue.post(f"{TRAINING}/with-accumulation", body)["plan"]
         return found
 
-    until(lambda: plan()["sample_length"] == 64, 30)
+    until(lambda: plan()["sample_length"] == 64, 90)
     assert plan()["accumulation_steps"] == 4
     accrue.http.delete(f"/v1/files/{file_id}")
+
+
+def simulated(accrue: Accrue, body: dict[str, Any]) -> dict[str, Any]:
+    """The answer once it is simulated, as is the smallest change that fits: a busy machine simulates for
+    longer than a request waits."""
+    answer: dict[str, Any] = {}
+
+    def is_simulated() -> bool:
+        answer.update(accrue.post(CALCULATE, body))
+        fitting = [other for other in answer["alternatives"] if other["fits"]][:1]
+        return all(each["source"] == "simulated" for each in [answer, *fitting])
+
+    until(is_simulated, 120)
+    return answer
 
 
 def advised(answer: dict[str, Any]) -> dict[str, Any]:

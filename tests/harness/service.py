@@ -29,7 +29,7 @@ class Accrue:
         self.data = folder / "data"
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self.http = httpx.Client(base_url=self.url, timeout=30)
+        self.http = httpx.Client(base_url=self.url, timeout=90)
         self._log = (folder / "processes.log").open("wb")
         self.env = {
             **{name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"},
@@ -67,7 +67,7 @@ class Accrue:
         """Starts the service. Returns the seconds until it answered."""
         began = time.monotonic()
         self.start("serve", **variables)
-        until(self.answers, 20)
+        until(self.answers)
         return time.monotonic() - began
 
     def answers(self) -> bool:

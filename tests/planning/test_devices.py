@@ -13,6 +13,8 @@ from app.planning.devices import GIB, parse_declared, parse_device
         ("RTX 4090", 24),
         ("NVIDIA T4", 16),
         ("1.5gb", 1.5),
+        ("4090", 24),
+        ("A6000", 48),
         ("NVIDIA H100 80GB HBM3", 80),
         ("NVIDIA H100 PCIe", 80),
         ("NVIDIA H100 NVL", 94),

@@ -56,21 +56,40 @@ def test_a_gpu_with_a_similar_name_is_another_one(name: str) -> None:
         ("NVIDIA A40", 150),
         ("NVIDIA L40S", 362),
         ("GH200", 989),
-        ("A10G", 125),
-        ("RTX4070TI", 58),
-        ("NVIDIA GeForce RTX 4070 Ti SUPER", 58),
+        ("A10G", 70),
+        ("RTX4070TI", 80.2),
+        ("NVIDIA GeForce RTX 4070 Ti SUPER", 88.2),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", 85.8),
+        ("NVIDIA RTX 6000 Ada Generation", 364),
+        ("Quadro RTX 6000", 16.3),  # it computes bf16 as fp32
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA A40-48Q", 150),
+        ("3090", 71),
         ("A100-80GB", 312),
         ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", 312 / 7),
         ("NVIDIA A100-SXM4-80GB MIG 3g.40gb", 3 * 312 / 7),
         ("NVIDIA A30 MIG 4g.24gb", 165),
         ("NVIDIA H100 80GB HBM3 MIG 1c.3g.40gb", 989 / 7),
         ("GeForceRTX4090", 165),
-        ("TeslaT4", 65),
+        ("TeslaT4", 8.1),
         ("NVIDIARTXA6000", 155),
     ],
 )
 def test_a_gpu_is_known_by_a_part_of_its_name(name: str, teraflops: float) -> None:
     rates = fitted(replace(A100, name=name), "bf16", [], work(1e17))
+    assert rates is not None
+    expected = rates.duration(work(1e17, passes=0, updates=0)).expected
+    assert expected == pytest.approx(1e17 / (teraflops * 1e12 * 0.33), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "teraflops"),
+    [("Tesla T4", "fp16", 65), ("Tesla T4", "tf32", 8.1), ("Tesla T4", "fp32", 8.1),
+     ("Tesla P40", "fp16", 11.8), ("NVIDIA A100 80GB PCIe", "tf32", 156), ("RTX 4090", "fp32", 82.6)],
+)  # fmt: skip
+def test_the_peak_depends_on_precision_and_generation(name: str, precision: str, teraflops: float) -> None:
+    rates = fitted(replace(A100, name=name), precision, [], work(1e17))
     assert rates is not None
     expected = rates.duration(work(1e17, passes=0, updates=0)).expected
     assert expected == pytest.approx(1e17 / (teraflops * 1e12 * 0.33), rel=0.01)

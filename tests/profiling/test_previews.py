@@ -52,9 +52,9 @@ def worker(database: Database) -> None:
 def requested(database: Database, settings: Settings, order: PreviewSpec) -> DatasetPreview:
     """Requests a preview as the service does, in a thread, while this thread acts as the profiler."""
     with ThreadPoolExecutor(1) as service:
-        heard = service.submit(asyncio.run, previews.ask(database, order, 30.0))
-        until(lambda: heard.done() or profiler.answer_one(database, settings), 30)
-        return heard.result(30)
+        heard = service.submit(asyncio.run, previews.ask(database, order, 90.0))
+        until(lambda: heard.done() or profiler.answer_one(database, settings), 90)
+        return heard.result(90)
 
 
 def test_a_preview_is_made_by_the_profiler_and_not_kept(
