@@ -46,6 +46,7 @@ def test_the_parts_run_on_a_cpu_and_say_what_needs_cuda(tmp_path: Path) -> None:
     assert all(check["holds"] for check in checks)
 
 
+@pytest.mark.thorough
 def test_without_a_gpu_one_line_says_so() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.gpu.acceptance"], cwd=ROOT, capture_output=True, text=True, check=False,

@@ -142,7 +142,7 @@ def _lose_template(folder: Path) -> None:
     [
         (_spoil_weights, "does not agree with the trained model"),
         pytest.param(_forget_an_adapter, "does not agree with the trained model", marks=pytest.mark.thorough),
-        (_change_template, "gives other tokens"),
+        pytest.param(_change_template, "gives other tokens", marks=pytest.mark.thorough),
         pytest.param(_lose_template, "no chat template", marks=pytest.mark.thorough),
     ],
 )

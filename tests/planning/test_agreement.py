@@ -5,6 +5,7 @@ import random
 from collections import Counter
 from typing import Any, get_args
 
+import pytest
 from fastapi.testclient import TestClient
 
 from app.contract.objective import OtherObjectiveName
@@ -69,6 +70,7 @@ def uploaded(client: TestClient) -> dict[str, str]:
     return found
 
 
+@pytest.mark.thorough
 def test_calculator_dry_run_and_job_give_the_same_plan(
     client: TestClient, settings: Settings, database: Database
 ) -> None:

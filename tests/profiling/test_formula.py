@@ -36,9 +36,11 @@ def model_of(family: str) -> str:
     "recipe",
     [
         pytest.param(Recipe(device="cuda", precision="bf16"), id="bf16"),
-        pytest.param(Recipe(device="cuda", precision="fp32"), id="fp32"),
+        pytest.param(Recipe(device="cuda", precision="fp32"), id="fp32", marks=pytest.mark.thorough),
         pytest.param(
-            Recipe(device="cuda", precision="bf16", gradient_checkpointing=True), id="checkpointing"
+            Recipe(device="cuda", precision="bf16", gradient_checkpointing=True),
+            id="checkpointing",
+            marks=pytest.mark.thorough,
         ),
     ],
 )
@@ -75,7 +77,7 @@ CODEGEN = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", [False, pytest.param(True, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize(
     "config",
     [

@@ -117,8 +117,8 @@ def test_one_micro_batch_needs_less_memory_than_accumulating() -> None:
 @pytest.mark.parametrize(
     ("freeze", "targets"),
     [
-        (("model.layers.[0-3].*",), None),
-        (("model.layers.6.*",), None),
+        pytest.param(("model.layers.[0-3].*",), None, marks=pytest.mark.thorough),
+        pytest.param(("model.layers.6.*",), None, marks=pytest.mark.thorough),
         ((), ["3.self_attn.q_proj"]),
     ],
     ids=["the first layers are frozen", "the last one is frozen", "one layer has adapters"],

@@ -60,7 +60,7 @@ def _reasons(run: RunDirectory) -> list[str]:
 
 @pytest.mark.sqlite
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("recognised", [True, False])
+@pytest.mark.parametrize("recognised", [True, pytest.param(False, marks=pytest.mark.thorough)])
 def test_samples_are_padded_if_only_a_long_row_mixes_them(
     tmp_path: Path, recognised: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -165,7 +165,7 @@ def test_packing_leaves_no_padding(tmp_path: Path) -> None:
     assert all(line["padded_tokens"] == line["input_tokens"] for line in raw_log(run))
 
 
-@pytest.mark.parametrize("in_fp32", [True, False])
+@pytest.mark.parametrize("in_fp32", [True, pytest.param(False, marks=pytest.mark.thorough)])
 def test_pure_bf16_trains(tmp_path: Path, in_fp32: bool) -> None:
     spec = make_spec(data=small_data(), max_steps=10, accumulate_in_fp32=in_fp32, certificate=True)
     run = create_run(tmp_path / "run", spec, precision="pure_bf16", rule=FixedSize(samples=4))

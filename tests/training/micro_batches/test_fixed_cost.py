@@ -83,7 +83,9 @@ def micro_batches(run: RunDirectory) -> list[int]:
     return np.diff([0, *done]).tolist()
 
 
-@pytest.mark.parametrize(("start", "fewer"), [(10.0, True), (0.0, False)])
+@pytest.mark.parametrize(
+    ("start", "fewer"), [(10.0, True), pytest.param(0.0, False, marks=pytest.mark.thorough)]
+)
 def test_windows_are_cut_by_the_measured_cost_and_train_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: float, fewer: bool
 ) -> None:
@@ -106,6 +108,7 @@ def test_windows_are_cut_by_the_measured_cost_and_train_the_same(
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
 
 
+@pytest.mark.thorough
 def test_a_stopped_run_cuts_as_one_that_was_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, 10.0, 1e-4)
     whole, stopped = create(tmp_path / "whole"), create(tmp_path / "stopped")

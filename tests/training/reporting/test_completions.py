@@ -60,7 +60,7 @@ def test_completions_with_adapters(tmp_path: Path) -> None:
     assert all(each.before is not None and each.after is not None for each in made.data)
 
 
-@pytest.mark.parametrize("recomputes", [True, False])
+@pytest.mark.parametrize("recomputes", [True, pytest.param(False, marks=pytest.mark.thorough)])
 def test_weights_in_bf16_are_kept_only_if_they_are_used_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recomputes: bool
 ) -> None:

@@ -69,6 +69,7 @@ def test_only_programs_with_plain_names_are_metrics(tmp_path: Path) -> None:
     assert metric_programs(None) == metric_programs(tmp_path / "nothing") == {}
 
 
+@pytest.mark.thorough
 def test_a_run_reports_its_metrics(tmp_path: Path) -> None:
     write_chats(tmp_path / "data.jsonl")
     share = ValidationSpec(file_id=None, sha256=None, format=None, share=0.2)
