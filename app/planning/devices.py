@@ -24,10 +24,11 @@ MAX_DEVICE_LENGTH = 60
 _LARGEST_GB = 10**6
 
 _WITH_SIZE = re.compile(
-    r"^(?:(?P<name>[A-Za-z].*?)[-_ ]*)?(?P<size>\d+(?:\.\d+)?) *(?:GB|GIB|G)"
-    r"(?:[-_ ]+(?:PCIE|SXM\d?|HBM\dE?))*$",
+    r"^(?:(?P<name>(?:[A-Za-z]|\d{4}(?=[-_ ])).*?(?=[-_ ])|[A-Za-z]\D*\d.*?(?<=[A-Za-z.]))[-_ ]*)?"
+    r"(?P<size>\d+(?:\.\d+)?) *(?:GB|GIB|G)(?P<form>(?:[-_ ]+(?:PCIE|SXM\d?|HBM\dE?))*)$",
     re.IGNORECASE | re.ASCII,
 )
+"""A name and a size. What precedes a size without a space has a number of its own: H10080GB is not clear."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,9 @@ def parse_device(phrase: str, device_id: int) -> Device:
     sheet = data_sheet(known)
     sized = _WITH_SIZE.match(known) if sheet is None else None  # the G of A10G is no unit
     if sized and 0 < float(sized["size"]) <= _LARGEST_GB:
-        return Device(device_id, sized["name"] or phrase, int(float(sized["size"]) * GIB), "cuda")
+        form = " PCIe" if "PCIE" in sized["form"].upper() else ""
+        name = sized["name"].rstrip("-_ ") + form if sized["name"] else phrase
+        return Device(device_id, name, int(float(sized["size"]) * GIB), "cuda")
     if sheet is None:
         hint = ""
         if phrase.isdecimal() or phrase.lower() in ("cuda", "all"):

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from math import exp, log, sqrt
 
 from app.contract.architecture import Architecture
+from app.contract.spec import RunPrecision
 from app.planning.data_sheets import similar_data_sheet
 from app.planning.devices import Device
 
@@ -124,7 +125,7 @@ def work_of(
     )
 
 
-def fitted(device: Device, precision: str, done: Sequence[MeasuredWork], work: Work) -> Rates | None:
+def fitted(device: Device, precision: RunPrecision, done: Sequence[MeasuredWork], work: Work) -> Rates | None:
     """The rates of a device for some work; None if nothing is known about such a device.
 
     Args:
@@ -175,7 +176,7 @@ _GPU_SECONDS_PER_UPDATE, _CPU_SECONDS_PER_UPDATE = 3e-11, 2e-9
 _CPU_OPERATIONS_PER_SECOND = 4e10
 
 
-def _guessed(device: Device, precision: str) -> Rates | None:
+def _guessed(device: Device, precision: RunPrecision) -> Rates | None:
     """Rates from the device's data sheet."""
     if device.kind == "cpu":
         per_operation = 1 / _CPU_OPERATIONS_PER_SECOND
@@ -187,23 +188,19 @@ def _guessed(device: Device, precision: str) -> Rates | None:
     return Rates(_GPU_SECONDS_PER_PASS, 1 / per_second, _GPU_SECONDS_PER_UPDATE, _SPREAD_OF_GUESS)
 
 
-def _peak_of(name: str, precision: str) -> float | None:
+def _peak_of(name: str, precision: RunPrecision) -> float | None:
     """The peak of a GPU in teraflops, by its name; of a slice of one (MIG), its share of that. None: not
     known."""
     sheet = similar_data_sheet(name)
     if sheet is None:
         return None
     slices = _SLICE.search(name.upper())
-    units = _UNITS_OF_AN_A30 if re.search(r"\bA30\b", name, re.IGNORECASE) else _UNITS
-    share = 1.0 if slices is None else int(slices[1] or slices[2]) / units
+    share = 1.0 if slices is None else int(slices[1] or slices[2]) / sheet.mig_units
     return sheet.teraflops(precision) * share
 
 
 _SLICE = re.compile(r"\bMIG (?:(\d)C\.)?(\d)G\.")
 """How nvidia-smi names slices: `1g` has one unit of compute, and `1c.3g` may use one of three."""
-
-_UNITS, _UNITS_OF_AN_A30 = 7, 4
-"""How many units of compute a GPU has that can be divided (NVIDIA's MIG user guide)."""
 
 
 def _guess_from(done: Sequence[MeasuredWork]) -> Rates | None:

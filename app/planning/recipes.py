@@ -7,6 +7,7 @@ from typing import Any, Literal
 from app.contract.accumulation import Precision
 from app.contract.memory_profile import Recipe
 from app.contract.spec import Attention, MethodSpec, OptimizerName, RunPrecision, Spec
+from app.planning.data_sheets import similar_data_sheet
 from app.planning.devices import Device
 
 _WITHOUT_BF16 = re.compile(
@@ -15,8 +16,8 @@ _WITHOUT_BF16 = re.compile(
     r"|\bRTX [345678]000\b(?!.*\bADA\b)"
 )
 """Names of GPUs older than Ampere (compute capability 8.0), which have no bf16: Kepler, Maxwell, Pascal,
-Volta and Turing in CUDA's list of GPUs by compute capability. Used for declared GPUs: a detected one reports
-its capability."""
+Volta and Turing in CUDA's list of GPUs by compute capability. Used for declared GPUs without a data sheet: a
+detected one reports its capability."""
 
 _JOINED = re.compile(
     r"(?<=NVIDIA)(?=\w)|(?<=TESLA)(?=\w)|(?<=TITAN)(?=\w)|(?<=QUADRO)(?=\w)|(?<=GEFORCE)(?=\w)"
@@ -41,6 +42,8 @@ def _is_ampere_or_later(device: Device) -> bool:
     """Whether a GPU has bf16 and flash attention."""
     if device.compute_capability is not None:
         return device.compute_capability >= _FIRST_WITH_BF16
+    if (sheet := similar_data_sheet(device.name)) is not None:
+        return sheet.has_bf16
     name = re.sub(r"[-_]", " ", device.name.upper())
     return _WITHOUT_BF16.search(_JOINED.sub(" ", name)) is None
 

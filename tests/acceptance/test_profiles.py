@@ -2,6 +2,7 @@
 
 import json
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ CALCULATE = "/gradient-accumulation/calculate-batch-size"
 PROFILES = "/gradient-accumulation/profiles"
 
 
+@pytest.mark.timeout(900)
 def test_the_profiler_serves_profile_and_preview_requests(accrue: Accrue, tmp_path: Path) -> None:
     accrue.serve()
     requested = tmp_path / "asked.jsonl"
@@ -79,11 +81,14 @@ def plan_for_short_samples(accrue: Accrue, path: Path) -> None:
 
 def simulated(accrue: Accrue, body: dict[str, Any]) -> dict[str, Any]:
     """The answer once it is simulated, as is the smallest change that fits: a busy machine simulates for
-    longer than a request waits."""
+    longer than a request waits. Every request waits as long as it says."""
     answer: dict[str, Any] = {}
 
     def is_simulated() -> bool:
+        began = time.monotonic()
         answer.update(accrue.post(CALCULATE, body))
+        waited = time.monotonic() - began
+        assert answer["source"] == "simulated" or waited >= body["wait_seconds"]
         fitting = [other for other in answer["alternatives"] if other["fits"]][:1]
         return all(each["source"] == "simulated" for each in [answer, *fitting])
 

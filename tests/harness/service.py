@@ -72,7 +72,7 @@ class Accrue:
 
     def answers(self) -> bool:
         try:
-            return self.http.get("/healthz").status_code == 200
+            return self.http.get("/healthz", timeout=10).status_code == 200
         except httpx.HTTPError:
             return False
 

@@ -16,7 +16,6 @@ from app.settings import Settings
 from app.storage.database import Database
 from workers.trainer_launcher import TrainerLauncher
 
-QUESTIONS = 200
 GPU = Device(0, "24GB", 24 * GIB, "cuda")
 """The first of those that `client` declares."""
 
@@ -70,14 +69,14 @@ def uploaded(client: TestClient) -> dict[str, str]:
     return found
 
 
-@pytest.mark.thorough
+@pytest.mark.parametrize("questions", [20, pytest.param(200, marks=pytest.mark.thorough)])
 def test_calculator_dry_run_and_job_give_the_same_plan(
-    client: TestClient, settings: Settings, database: Database
+    client: TestClient, settings: Settings, database: Database, questions: int
 ) -> None:
     source, launcher = random.Random(17), TrainerLauncher(settings, database)
     steps: Counter[bool] = Counter()
     files = uploaded(client)
-    for number in range(QUESTIONS):
+    for number in range(questions):
         question = drawn(source)
         calculated = client.post(
             f"{NATIVE}/calculate-batch-size", json={**question, "num_gpus": 1, "wait_seconds": 0}
@@ -105,4 +104,4 @@ def test_calculator_dry_run_and_job_give_the_same_plan(
             own = {**plan["ranks"][0], **plan}
             assert {name: own[name] for name in expected} == expected, f"question {number}: {question}"
         steps[answer["accumulation_steps"] > 1] += 1
-    assert min(steps[True], steps[False]) > QUESTIONS // 10  # with accumulation and without
+    assert min(steps[True], steps[False]) > questions // 10  # with accumulation and without

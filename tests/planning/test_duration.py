@@ -70,6 +70,9 @@ def test_a_gpu_with_a_similar_name_is_another_one(name: str) -> None:
         ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", 312 / 7),
         ("NVIDIA A100-SXM4-80GB MIG 3g.40gb", 3 * 312 / 7),
         ("NVIDIA A30 MIG 4g.24gb", 165),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition MIG 2g.48gb", 250),
+        ("H100 80GB PCIe", 756),
+        ("NVIDIA V100-PCIE-32GB", 14),  # it computes bf16 as fp32
         ("NVIDIA H100 80GB HBM3 MIG 1c.3g.40gb", 989 / 7),
         ("GeForceRTX4090", 165),
         ("TeslaT4", 8.1),

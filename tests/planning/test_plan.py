@@ -120,6 +120,8 @@ def test_precision_follows_the_device_unless_named(precision: str, device: Devic
         ("NVIDIA RTX A6000", "bf16"), ("NVIDIA A100-SXM4-80GB", "bf16"), ("NVIDIA GeForce RTX 3090", "bf16"),
         ("NVIDIA GeForce GTX 1080", "fp16"), ("NVIDIA TITAN V", "fp16"), ("NVIDIA H100 PCIe", "bf16"),
         ("NVIDIA RTX 4000 SFF Ada Generation", "bf16"), ("Tesla P40", "fp16"), ("24GB", "bf16"),
+        ("2080", "fp16"), ("1080 Ti", "fp16"), ("4090", "bf16"), ("GRID V100D-32Q", "fp16"),
+        ("Tesla T4G", "fp16"), ("Quadro RTX A6000", "bf16"), ("1080GB", "bf16"),
     ],
 )  # fmt: skip
 def test_precision_by_a_gpu_s_generation(name: str, precision: str) -> None:
