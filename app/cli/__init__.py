@@ -1,4 +1,9 @@
 """The accrue command."""
+# ruff: noqa: E402
+
+import gc
+
+gc.disable()  # loading modules creates no garbage to collect
 
 import os
 import sys
@@ -12,6 +17,8 @@ from app import __version__
 from app.cli import benchmark, chat, exports, import_openai, jobs, keys, resources, service, submit, sweeps
 from app.cli.client import ServiceError, printable
 from app.errors import AccrueError
+
+gc.enable()
 
 app = typer.Typer(
     name="accrue",

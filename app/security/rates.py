@@ -42,7 +42,11 @@ class RateLimiter:
     @cached_property
     def _seconds(self) -> float | None:
         """How long the storage may take. Memory always answers, unless the event loop itself is busy."""
-        return None if self._storage.startswith("memory:") else _STORAGE_SECONDS
+        return None if self._is_in_memory else _STORAGE_SECONDS
+
+    @property
+    def _is_in_memory(self) -> bool:
+        return self._storage.startswith("memory:")
 
     @cached_property
     def _limiter(self) -> "MovingWindowRateLimiter":
@@ -50,7 +54,7 @@ class RateLimiter:
         from limits.storage import storage_from_string
 
         # The event loop must not wait for Redis: limits' own asynchronous storages.
-        own = {} if self._storage.startswith("memory:") else {"implementation": "redispy"}
+        own = {} if self._is_in_memory else {"implementation": "redispy"}
         return MovingWindowRateLimiter(storage_from_string(f"async+{self._storage}", **own))
 
     async def count(self, key_id: str, requests: int = 1) -> None:
@@ -78,8 +82,9 @@ class RateLimiter:
         )
 
     async def check(self) -> None:
-        """Tries the storage once, and logs an error if it does not work: requests would not be counted."""
-        if not self._limit_text:
+        """Tries a storage in Redis once, and logs an error if it does not work: requests would not be
+        counted. Memory always works, and the service starts faster if the first request loads the library."""
+        if not self._limit_text or self._is_in_memory:
             return
         try:
             async with asyncio.timeout(self._seconds):

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from sqlalchemy import BindParameter, Row, ScalarSelect, Select, bindparam, case, func, select
@@ -115,7 +116,7 @@ def of_job(session: Session, job: Job) -> JobStatistics:
         training_id=job.id,
         status=job.status,
         stats=_statistics(
-            session.execute(_FIGURES, {"job_ids": [job.id]}).one(),
+            session.execute(_figures_of_jobs(), {"job_ids": [job.id]}).one(),
             job.progress.get("skipped", 0),
             job.spec,
             job.plan,
@@ -141,7 +142,7 @@ def of_configuration(session: Session, configuration: Configuration) -> Configur
         config_id=configuration.id,
         status="unused" if not newest else "active" if active else "ended",
         stats=_statistics(
-            session.execute(_FIGURES_OF_CONFIGURATION, {"config_id": configuration.id}).one(),
+            session.execute(_figures_of_configuration(), {"config_id": configuration.id}).one(),
             skipped or 0,
             {"effective_batch_size": configuration.effective_batch_size},
             {"accumulation_steps": configuration.given.get("accumulation_steps")},
@@ -349,10 +350,15 @@ def _noise_scale(job_ids: Any) -> ScalarSelect[Any]:
     return measured.order_by(steps.job_id.desc(), steps.step.desc()).limit(1).scalar_subquery()
 
 
-_FIGURES = _figures(_JOB_IDS)
-"""Built once, since building the query takes longer than running it."""
+@cache
+def _figures_of_jobs() -> Select[Any]:
+    """Built once, since building the query takes longer than running it."""
+    return _figures(_JOB_IDS)
 
-_FIGURES_OF_CONFIGURATION = _figures(select(Job.id).where(Job.config_id == bindparam("config_id")))
+
+@cache
+def _figures_of_configuration() -> Select[Any]:
+    return _figures(select(Job.id).where(Job.config_id == bindparam("config_id")))
 
 
 def _prediction_error(session: Session, job: Job) -> float | None:
