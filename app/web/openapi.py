@@ -4,8 +4,7 @@ from typing import Any
 
 from fastapi import FastAPI
 
-_PROBLEM = "application/problem+json"
-
+from app.web.error_bodies import Problem
 
 _KEY = {"HTTPBearer": {"type": "http", "scheme": "bearer", "description": "An ak_… key"}}
 _PUBLIC_PATHS = ("/healthz", "/readyz")
@@ -22,9 +21,8 @@ def describe(app: FastAPI) -> None:
             for path, operation in _operations(document):
                 if path not in _PUBLIC_PATHS:
                     operation["security"] = [{name: []} for name in _KEY]
-                for status, answer in operation["responses"].items():
-                    if status in ("4XX", "5XX"):
-                        answer["content"] = {_PROBLEM: {"schema": {"$ref": "#/components/schemas/Problem"}}}
+            problem = Problem.model_json_schema(ref_template="#/components/schemas/{model}")
+            document["components"]["schemas"] |= {**problem.pop("$defs"), "Problem": problem}
         return made()
 
     app.openapi = openapi  # type: ignore[method-assign]

@@ -9,11 +9,15 @@ from typing import Any
 from fastapi import APIRouter, FastAPI
 
 from app.web.dependencies import authorised
-from app.web.error_bodies import Problem
 from app.web.middleware import NATIVE
 from app.web.thread_route import ThreadRoute
 
-_PROBLEM: dict[str, Any] = {"model": Problem, "description": "What is wrong, with the field and the remedy"}
+_PROBLEM: dict[str, Any] = {
+    "description": "What is wrong, with the field and the remedy",
+    "content": {"application/problem+json": {"schema": {"$ref": "#/components/schemas/Problem"}}},
+}
+"""A reference to the schema that `openapi.describe` adds. FastAPI would prepare a model for each route."""
+
 _PROBLEMS: dict[int | str, dict[str, Any]] = {"4XX": _PROBLEM, "5XX": _PROBLEM}
 
 
