@@ -18,9 +18,10 @@ ROOT = "/gradient-accumulation"
 
 @pytest.mark.alone
 def test_the_service_answers_within_two_seconds_of_its_start(tmp_path: Path) -> None:
-    """On an empty folder; the fastest of up to five starts, since other load can only slow a start down."""
+    """On an empty folder; the fastest of up to 20 starts, since other load can only slow a start down, and
+    lasts for longer than a few starts where a machine is shared."""
     seconds: list[float] = []
-    while len(seconds) < 5 and min(seconds, default=2.0) >= 2.0:
+    while len(seconds) < 20 and min(seconds, default=2.0) >= 2.0:
         folder = tmp_path / str(len(seconds))
         folder.mkdir()
         with running(folder) as accrue:
