@@ -133,7 +133,7 @@ def test_a_trainer_suspended_past_its_lease_and_continued(
 
 def test_everything_killed_with_unsynced_writes_lost(accrue: Accrue, undisturbed: dict[str, Any]) -> None:
     service = accrue.start("serve")
-    until(accrue.answers)
+    until(accrue.answers, 20)
     worker = accrue.start("worker")
     job_id = submit(accrue)
     until(lambda: accrue.steps_logged(job_id) >= 25)
@@ -273,7 +273,7 @@ def test_a_file_system_that_is_full_for_a_while(
 @pytest.mark.parametrize("point", ["service.committing", "service.committed"])
 def test_a_service_killed_around_a_commit(accrue: Accrue, point: str) -> None:
     service = accrue.start("serve", ACCRUE_FAIL_POINTS=f"{point}:kill:2")
-    until(accrue.answers)
+    until(accrue.answers, 20)
     body = {"dataset_config": {"texts": ["one", "two"]}, "training_config": {"max_steps": 1}}
     acknowledged = accrue.submit(**body)
     with pytest.raises(httpx.HTTPError):

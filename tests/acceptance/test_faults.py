@@ -119,8 +119,8 @@ def test_a_job_that_takes_too_long_fails(shared: Accrue) -> None:
 
 def test_accrue_up_starts_and_stops_service_and_worker(accrue: Accrue) -> None:
     both = accrue.start("up")
-    until(accrue.answers)
-    until(lambda: accrue.get("/readyz")["workers"] == 1)
+    until(accrue.answers, 20)
+    until(lambda: accrue.get("/readyz")["workers"] == 1, 20)
     children = Path(f"/proc/{both.pid}/task/{both.pid}/children").read_text().split()
     assert len(children) == 2
     both.send_signal(signal.SIGINT)

@@ -258,8 +258,8 @@ def test_from_another_folder_with_a_relative_data_folder(tmp_path: Path) -> None
                 [sys.executable, "-m", "app.cli", "up"], cwd=tmp_path, env=env, start_new_session=True
             )
         )
-        until(accrue.answers)
-        until(lambda: accrue.get("/gradient-accumulation/workers")["data"])
+        until(accrue.answers, 30)
+        until(lambda: accrue.get("/gradient-accumulation/workers")["data"], 30)
         file = accrue.upload(write_texts(tmp_path / "texts.jsonl", count=20).read_bytes())
         training = {"max_steps": 2, "method": {"lora": {"r": 2, "merge": False}}}
         job = accrue.submit(dataset_config={"file_id": file, "max_length": 32}, training_config=training)

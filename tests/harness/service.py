@@ -67,7 +67,7 @@ class Accrue:
         """Starts the service. Returns the seconds until it answered."""
         began = time.monotonic()
         self.start("serve", **variables)
-        until(self.answers)
+        until(self.answers, 20)
         return time.monotonic() - began
 
     def answers(self) -> bool:
