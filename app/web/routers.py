@@ -9,6 +9,7 @@ from typing import Any
 from fastapi import APIRouter, FastAPI
 
 from app.web.dependencies import authorised
+from app.web.late_route import LateRoute
 from app.web.middleware import NATIVE
 from app.web.thread_route import ThreadRoute
 
@@ -38,6 +39,7 @@ def openai_router(prefix: str, **options: Any) -> APIRouter:
 
 def public_router(prefix: str = "", **options: Any) -> APIRouter:
     """A router of routes that anybody may call, unless a route checks its caller itself."""
+    options.setdefault("route_class", LateRoute)
     return APIRouter(prefix=prefix, responses=_PROBLEMS, **options)
 
 

@@ -5,7 +5,6 @@ a burst of one key's requests would fill the pool, and those of other keys would
 """
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 from fastapi import Depends
@@ -13,16 +12,18 @@ from fastapi.dependencies.utils import get_parameterless_sub_dependant
 from fastapi.routing import APIRoute
 
 from app.web.dependencies import own_turn
+from app.web.late_route import LateRoute
 
 
-class ThreadRoute(APIRoute):
+class ThreadRoute(LateRoute):
     """A route whose endpoint, if it is a plain function, waits for its key's turn. It needs a caller."""
 
-    def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
-        super().__init__(path, endpoint, **options)
-        if not inspect.iscoroutinefunction(endpoint):
+    def _prepared(self, options: dict[str, Any]) -> APIRoute:
+        route = super()._prepared(options)
+        if not inspect.iscoroutinefunction(route.endpoint):
             # The last dependency, since others may read the body, which a client may send slowly. It ends
             # before the answer is sent.
             turn = Depends(own_turn, scope="function")
-            last = get_parameterless_sub_dependant(depends=turn, path=self.path_format)
-            self.dependant.dependencies.append(last)
+            last = get_parameterless_sub_dependant(depends=turn, path=route.path_format)
+            route.dependant.dependencies.append(last)
+        return route
