@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 from typing import Any
 
-import yaml
-
 from app.contract.model_reference import LoraSpec
 from app.contract.objective import ObjectiveName
 from app.contract.spec import MethodSpec, OptimizerName, RunPrecision
@@ -88,6 +86,8 @@ def as_word(value: Any) -> str:
 
 def as_yaml(content: dict[str, Any]) -> str:
     """A configuration as YAML."""
+    import yaml
+
     text: str = yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
     return text
 
