@@ -24,13 +24,17 @@ class LateRoute(APIRoute):
         self._options: dict[str, Any] | None = options
 
     def __getattr__(self, name: str) -> Any:
-        """Python calls this for attributes that the route does not have yet."""
+        """Python calls this for an attribute that the route did not have when it looked.
+
+        Threads may prepare a route at the same time, with equal results; each appears as a whole.
+        """
         options = vars(self).get("_options")
-        if options is None:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        # Threads may prepare a route at the same time, with the same result; it appears as a whole.
-        vars(self).update(vars(self._prepared(options)), _options=None)
-        return getattr(self, name)
+        if options is not None:
+            vars(self).update(vars(self._prepared(options)), _options=None)
+        try:
+            return vars(self)[name]
+        except KeyError:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}") from None
 
     def _prepared(self, options: dict[str, Any]) -> APIRoute:
         """The complete route."""
