@@ -1,5 +1,9 @@
-"""Base classes of Accrue's schemas."""
+"""Base classes of Accrue's schemas.
 
+pydantic builds each at its first use: building all of them would delay each start of the service.
+"""
+
+import warnings
 from contextvars import ContextVar
 from functools import cache
 from typing import Annotated, Any, Generic, Literal, Self, TypeVar, get_args, get_origin
@@ -14,9 +18,14 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
+from pydantic.warnings import UnsupportedFieldAttributeWarning
 from pydantic_core import InitErrorDetails, PydanticCustomError, PydanticSerializationError, to_json
 
 from app.contract.text import path_to_unstorable, size_error
+
+# pydantic warns of the parameters that FastAPI makes. FastAPI hides this while it declares them, but their
+# models are built later.
+warnings.filterwarnings("ignore", category=UnsupportedFieldAttributeWarning)
 
 Flag = Annotated[bool, Strict()]
 """A strict boolean: true or false, but not 1 or "yes"."""
@@ -76,7 +85,7 @@ class RequestPart(BaseModel):
     of all of them at once."""
 
     model_config = ConfigDict(
-        extra="forbid", allow_inf_nan=False, validate_by_name=True, protected_namespaces=()
+        extra="forbid", allow_inf_nan=False, validate_by_name=True, protected_namespaces=(), defer_build=True
     )
 
 
@@ -115,13 +124,13 @@ def _is_plainly_storable(given: Any) -> bool:
 class ResponseModel(BaseModel):
     """What a client gets."""
 
-    model_config = ConfigDict(protected_namespaces=())
+    model_config = ConfigDict(protected_namespaces=(), defer_build=True)
 
 
 class Frozen(BaseModel):
     """Values frozen at submission or at a claim and passed on in files: immutable, without unknown fields."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), defer_build=True)
 
 
 class Page(ResponseModel, Generic[Item]):
