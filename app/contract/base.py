@@ -3,7 +3,6 @@
 pydantic builds each at its first use: building all of them would delay each start of the service.
 """
 
-import warnings
 from contextvars import ContextVar
 from functools import cache
 from typing import Annotated, Any, Generic, Literal, Self, TypeVar, get_args, get_origin
@@ -18,14 +17,9 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
-from pydantic.warnings import UnsupportedFieldAttributeWarning
 from pydantic_core import InitErrorDetails, PydanticCustomError, PydanticSerializationError, to_json
 
 from app.contract.text import path_to_unstorable, size_error
-
-# pydantic warns of the parameters that FastAPI makes. FastAPI hides this while it declares them, but their
-# models are built later.
-warnings.filterwarnings("ignore", category=UnsupportedFieldAttributeWarning)
 
 Flag = Annotated[bool, Strict()]
 """A strict boolean: true or false, but not 1 or "yes"."""
@@ -131,6 +125,13 @@ class Frozen(BaseModel):
     """Values frozen at submission or at a claim and passed on in files: immutable, without unknown fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), defer_build=True)
+
+    @classmethod
+    def build_all(cls) -> None:
+        """Builds all subclasses now, before this process is copied."""
+        for each in cls.__subclasses__():
+            each.model_rebuild()
+            each.build_all()
 
 
 class Page(ResponseModel, Generic[Item]):

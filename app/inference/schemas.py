@@ -30,6 +30,11 @@ def _one_if_null(given: Any) -> Any:
     return 1 if given is None else given
 
 
+class StreamOptions(Request):
+    include_usage: Flag | None = Field(None, description="Send the usage before the end of the stream")
+    include_obfuscation: Flag | None = Field(None, description="Ignored")
+
+
 class _InferenceRequest(Request):
     """What both kinds of request have in common."""
 
@@ -40,7 +45,7 @@ class _InferenceRequest(Request):
         1, ge=1, le=MAX_CHOICES, description="Answers to each prompt; null: 1"
     )
     stream: Flag | None = Field(None, description="Send the answer as server-sent events while it is written")
-    stream_options: "StreamOptions | None" = None
+    stream_options: StreamOptions | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=4, fail_fast=True)] | None = Field(
         None, description="Texts at which an answer ends; they are not part of it"
     )
@@ -86,11 +91,6 @@ class _InferenceRequest(Request):
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options needs stream: true")
         return self
-
-
-class StreamOptions(Request):
-    include_usage: Flag | None = Field(None, description="Send the usage before the end of the stream")
-    include_obfuscation: Flag | None = Field(None, description="Ignored")
 
 
 class TextPart(Request):

@@ -83,7 +83,7 @@ def _create_newest(database: Database) -> None:
     """Creates the tables that all migrations together would create, and records the newest revision."""
     with database.writing() as session:
         connection = session.connection()
-        Base.metadata.create_all(connection, checkfirst=False)  # it is empty
+        Base.metadata.create_all(connection, checkfirst=False)  # the database is empty
         _ALEMBIC_VERSION.create(connection)
         connection.execute(insert(_ALEMBIC_VERSION).values(version_num=newest_revision()))
 

@@ -4,7 +4,6 @@ import subprocess
 import sys
 
 _FROM_THREADS = """
-import random
 import sys
 import threading
 import warnings
@@ -24,14 +23,14 @@ def below(base):
 
 models = [model for base in (Frozen, RequestPart, ResponseModel) for model in below(base)]
 print(len(models), sum(model.__pydantic_complete__ for model in models))
-together = threading.Barrier(8)
+print(*(model.__name__ for model in models if not model.__pydantic_fields_complete__))
+together = threading.Barrier(4)
 
 
 def use_all(number):
-    mine = random.Random(number // 2).sample(models, len(models))  # two threads have the same order
-    together.wait()
-    for model in mine:
-        if number % 2:
+    for model in models:
+        together.wait()
+        if number == 0:
             TypeAdapter(model).json_schema()
         try:
             model.model_validate({})
@@ -39,17 +38,19 @@ def use_all(number):
             pass
 
 
-with ThreadPoolExecutor(8) as threads:
-    list(threads.map(use_all, range(8)))
+with ThreadPoolExecutor(4) as threads:
+    list(threads.map(use_all, range(4)))
 print(sum(model.__pydantic_complete__ for model in models))
 """
 
 
-def test_threads_may_use_all_models_for_the_first_time_at_once() -> None:
-    """None is built when the service starts, and each can be built, without a warning."""
+def test_threads_may_use_each_model_for_the_first_time_at_once() -> None:
+    """Few are built when the service starts, and each can be built, without a warning."""
     run = subprocess.run([sys.executable, "-c", _FROM_THREADS], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
-    models, built_at_start, built = map(int, run.stdout.split())
+    counts, with_unknown_fields, built = run.stdout.splitlines()
+    models, built_at_start = map(int, counts.split())
     assert models > 180
     assert built_at_start < 20
-    assert built == models
+    assert with_unknown_fields == "", "error messages look up the fields of nested models"
+    assert int(built) == models

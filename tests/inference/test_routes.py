@@ -239,6 +239,7 @@ def test_an_error_within_a_stream_is_an_event(client: TestClient, database: Data
         ({"top_logprobs": 2}, "logprobs"),
         ({"max_tokens": 1, "max_completion_tokens": 1}, "not both"),
         ({"stream_options": {}}, "stream_options"),
+        ({"stream_options": {"include_usge": True}}, "did you mean stream_options.include_usage?"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
         ({"nonsense": 1}, "nonsense"),

@@ -351,3 +351,16 @@ def test_a_copy_of_a_process_that_has_a_gpu_open_loads_its_libraries_itself(tmp_
     finally:
         gpu.unlink()
     assert [os.fsdecode(word) for word in shown] == command(run.path)
+
+
+def test_trainers_share_the_schemas() -> None:
+    """Otherwise each copy would build them again."""
+    code = (
+        "import app.contract.spec as spec\n"
+        "from workers.training.processes.preloading import preload\n"
+        "before = spec.Spec.__pydantic_complete__\n"
+        "preload()\n"
+        "print(before, spec.Spec.__pydantic_complete__)\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.split() == ["False", "True"]

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from app import PACKAGE_PREFIX, PACKAGES_FOLDER
+from app.contract.base import Frozen
 from workers.run_directory import RunDirectory
 from workers.training.processes.module_loading import fewer_collections
 
@@ -29,13 +30,15 @@ _SET_NAME, _LONGEST_NAME = 15, 15
 
 
 def preload() -> None:
-    """Loads the libraries that every trainer needs."""
+    """Loads the libraries that every trainer needs, and builds the schemas of what it reads and writes."""
     with fewer_collections():
         from transformers import PreTrainedModel  # noqa: F401  # what the module of every model loads
 
         import workers.training.attempt
         import workers.training.distributed.group
         import workers.training.fit  # noqa: F401
+
+        Frozen.build_all()
 
 
 def command(run: Path) -> list[str]:
