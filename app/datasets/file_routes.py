@@ -31,7 +31,7 @@ from app.storage.session import Session
 from app.storage.tables import File, Job
 from app.submissions.idempotency import IdempotentRequest
 from app.web.dependencies import (
-    After,
+    AfterFile,
     CurrentDatabase,
     CurrentIdempotentRequest,
     CurrentSettings,
@@ -188,7 +188,7 @@ async def list_files(
     listing: Listing,
     database: CurrentDatabase,
     limit: FileLimit = 20,
-    after: After = None,
+    after: AfterFile = None,
     purpose: str | None = None,
     order: Literal["asc", "desc"] = "desc",
 ) -> Response:

@@ -23,7 +23,14 @@ from app.storage.ids import new_id
 from app.storage.session import Session
 from app.storage.tables import Configuration, Job
 from app.submissions.build_spec import resolve_batch
-from app.web.dependencies import After, CurrentDatabase, CurrentIdempotentRequest, Limit, Reading, Writing
+from app.web.dependencies import (
+    AfterConfiguration,
+    CurrentDatabase,
+    CurrentIdempotentRequest,
+    Limit,
+    Reading,
+    Writing,
+)
 from app.web.pagination import page
 from app.web.routers import native_router
 from app.web.session_route import SessionRoute
@@ -76,7 +83,7 @@ def _effective(requested: ConfigurationRequest) -> int | None:
 
 @router.get("/config", summary="List configurations")
 def list_configurations(
-    session: Reading, limit: Limit = 20, after: After = None
+    session: Reading, limit: Limit = 20, after: AfterConfiguration = None
 ) -> Page[ConfigurationResponse]:
     return page(session, select(Configuration), Configuration.id, limit, after, answer)
 

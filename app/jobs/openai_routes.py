@@ -38,7 +38,9 @@ from app.submissions.admission import AdmittedRequest
 from app.submissions.handler import SubmissionHandler, submit
 from app.submissions.idempotency import IdempotentRequest
 from app.web.dependencies import (
-    After,
+    AfterCheckpoint,
+    AfterEvent,
+    AfterJob,
     CurrentDatabase,
     CurrentIdempotentRequest,
     CurrentSettings,
@@ -99,7 +101,7 @@ async def list_jobs(
     in_turn: InTurn,
     filters: MetadataFilters,
     limit: Limit = 20,
-    after: After = None,
+    after: AfterJob = None,
 ) -> Response:
     """Newest first; filter by `metadata[key]=value`."""
     answer_cache: AnswerCache = request.app.state.answer_cache
@@ -154,7 +156,7 @@ async def list_events(
     database: CurrentDatabase,
     fine_tuning_job_id: JobId,
     limit: Limit = 20,
-    after: After = None,
+    after: AfterEvent = None,
 ) -> Response:
     """Messages, and an event of type `metrics` for every step."""
 
@@ -191,7 +193,7 @@ async def list_checkpoints(
     settings: CurrentSettings,
     fine_tuning_job_id: JobId,
     limit: Limit = 10,
-    after: After = None,
+    after: AfterCheckpoint = None,
 ) -> Response:
     """The checkpoints that still exist: older ones are deleted."""
 

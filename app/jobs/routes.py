@@ -35,7 +35,8 @@ from app.submissions.admission import AdmittedRequest
 from app.submissions.handler import SubmissionHandler, as_json, submit
 from app.submissions.idempotency import IdempotentRequest
 from app.web.dependencies import (
-    After,
+    AfterEvent,
+    AfterJob,
     CurrentDatabase,
     CurrentIdempotentRequest,
     CurrentSettings,
@@ -105,7 +106,7 @@ async def list_jobs(
     in_turn: InTurn,
     filters: Filters,
     limit: Limit = 20,
-    after: After = None,
+    after: AfterJob = None,
 ) -> Response:
     """Newest first; filter by `status`, `user_id`, `model`, `since`, `until` and `metadata[key]=value`."""
     query = reads.JOBS.where(*filters)
@@ -211,7 +212,7 @@ async def events(
     database: CurrentDatabase,
     training_id: JobId,
     limit: Limit = 20,
-    after: After = None,
+    after: AfterEvent = None,
     accept: Annotated[str, Header(max_length=1000)] = "*/*",
     last_event_id: Annotated[str, Header(max_length=100)] = "",
 ) -> Response:

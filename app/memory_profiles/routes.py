@@ -11,7 +11,7 @@ from app.errors import Forbidden
 from app.memory_profiles import profiles
 from app.security.keys import Caller
 from app.storage.tables import StoredProfile
-from app.web.dependencies import After, CurrentCaller, Limit, Reading, Writing
+from app.web.dependencies import AfterProfile, CurrentCaller, Limit, Reading, Writing
 from app.web.pagination import page
 from app.web.routers import native_router
 from app.web.session_route import SessionRoute
@@ -35,7 +35,7 @@ class ProfileResponse(ResponseModel):
 
 @router.get("", summary="Profiles, newest first")
 def list_profiles(
-    session: Reading, caller: CurrentCaller, limit: Limit = 20, after: After = None
+    session: Reading, caller: CurrentCaller, limit: Limit = 20, after: AfterProfile = None
 ) -> Page[ProfileResponse]:
     """Lists the profiles of all keys' models. Requires the scope admin."""
     _check(caller)

@@ -9,7 +9,7 @@ from app.contract.base import Page
 from app.errors import Forbidden
 from app.observability.schemas import AuditResponse
 from app.storage.tables import AuditEntry
-from app.web.dependencies import After, CurrentCaller, Limit, Reading
+from app.web.dependencies import AfterAuditEntry, CurrentCaller, Limit, Reading
 from app.web.pagination import page
 from app.web.routers import native_router
 from app.web.session_route import SessionRoute
@@ -22,7 +22,7 @@ def list_audit(
     session: Reading,
     caller: CurrentCaller,
     limit: Limit = 20,
-    after: After = None,
+    after: AfterAuditEntry = None,
     key_id: Annotated[str | None, Query(max_length=100, description="Only requests with this key")] = None,
 ) -> Page[AuditResponse]:
     """Requests that may change something, and refused ones (401, 403); with `ACCRUE_AUDIT_READS`, all others

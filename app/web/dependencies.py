@@ -220,7 +220,22 @@ Writing = Annotated[Session, Depends(_writing)]
 """A session that is committed before the response is sent; only for the endpoints of a `SessionRoute`."""
 CurrentIdempotentRequest = Annotated[IdempotentRequest, Depends(_idempotent_request)]
 Limit = Annotated[int, Query(ge=1, le=100, description="Maximum number of items")]
-After = Annotated[str | None, Query(max_length=100, description="The last id of the previous page")]
+
+
+def _id_after(start: str) -> Any:
+    """A parameter for the end of the page before, in a list whose ids have this start. Ids are compared as
+    text, so another text would silently give an empty page, or the first one again."""
+    described = "The last_id of the page before"
+    return Query(max_length=100, pattern=f"^{start}", description=described, examples=[f"{start}…"])
+
+
+AfterJob = Annotated[str | None, _id_after("ftjob-")]
+AfterFile = Annotated[str | None, _id_after("file-")]
+AfterEvent = Annotated[str | None, _id_after("ftevent-")]
+AfterCheckpoint = Annotated[str | None, _id_after("ftckpt-")]
+AfterConfiguration = Annotated[str | None, _id_after("accumulation_")]
+AfterProfile = Annotated[str | None, _id_after("profile-")]
+AfterAuditEntry = Annotated[str | None, _id_after("audit-")]
 
 
 JobId = Annotated[str, Path(max_length=100, description="ftjob-…")]

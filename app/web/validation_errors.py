@@ -25,13 +25,14 @@ _FORMS = {
     "slash only between owner and name; for a revision on the hub, add @revision. To continue training a "
     "model that was trained here, give its name (ft:…, as GET /v1/models lists it), or the id of its job "
     "(ftjob-…)",
+    "after": "is not an id in this list: give the last_id of the page before, or leave it out for the first",
 }
 _PATH_OF_A_MODEL = (
     "is a path: a model is named by its folder in ACCRUE_MODELS_DIR, the service's folder of base models; "
     "move or copy the model's folder there, and give name or owner/name"
 )
 _FIELD_FORMS = {"training_file": "file_id", "validation_file": "file_id", "validation_file_id": "file_id",
-              "file_id": "file_id", "model": "model", "model_name": "model"}  # fmt: skip
+              "file_id": "file_id", "model": "model", "model_name": "model", "after": "after"}  # fmt: skip
 """For each field whose text must have a certain form: the key of its message in `_FORMS`."""
 
 _FOREIGN_NAMES = {

@@ -308,3 +308,25 @@ def test_a_worker_s_jobs_are_those_that_it_holds_now(settings: Settings) -> None
         running = {each["id"]: each["running"] for each in listed}
         assert running.pop(stale) == []
         assert sorted(running.pop(newer)) == ["another key's job", ids[0]]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/v1/files",
+        "/v1/fine_tuning/jobs",
+        "/v1/fine_tuning/jobs/ftjob-1/events",
+        "/v1/fine_tuning/jobs/ftjob-1/checkpoints",
+        f"{ROOT}/training",
+        f"{ROOT}/training/ftjob-1/events",
+        f"{ROOT}/config",
+        f"{ROOT}/profiles",
+        f"{ROOT}/audit",
+    ],
+)
+@pytest.mark.parametrize("after", ["", "nonsense", "worker-00062b"])
+def test_a_page_begins_only_after_an_id_of_its_list(client: TestClient, path: str, after: str) -> None:
+    """Compared as text, anything else gave an empty page or the first one again."""
+    answer = client.get(path, params={"after": after})
+    assert answer.status_code == (400 if path.startswith("/v1") else 422)
+    assert "after: is not an id in this list: give the last_id of the page before" in answer.json()["detail"]
