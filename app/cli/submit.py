@@ -296,6 +296,8 @@ def plan(
     """Show whether a model fits, and into which micro-batches and accumulation steps a batch is divided."""
     from app.cli.terminal import show_batch_size
 
+    if emit is not None and batch is None:
+        raise typer.BadParameter("give the effective batch that the tool is to train", param_hint="--batch")
     body = {
         "model_name": model,
         "target_effective_batch_size": batch,

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import typer
 
-from app.cli.submit import _given, _set
+from app.cli.submit import _given, _set, plan
 from app.contract.architecture import BUILT_IN_MODEL
 
 BODY: dict[str, Any] = {
@@ -73,3 +73,10 @@ def test_the_last_of_two_equal_settings_counts() -> None:
 def test_a_field_has_one_value(setting: str, message: str) -> None:
     with pytest.raises(typer.BadParameter, match=message):
         merged(setting)
+
+
+def test_a_configuration_for_another_tool_needs_the_batch() -> None:
+    """The message names the option, not the field of the request."""
+    with pytest.raises(typer.BadParameter, match="the effective batch that the tool is to train") as caught:
+        plan(BUILT_IN_MODEL, emit="trl")
+    assert caught.value.param_hint == "--batch"

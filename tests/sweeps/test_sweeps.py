@@ -274,7 +274,9 @@ def test_sweeps_belong_to_their_key(settings: Settings) -> None:
             "vary": {"learning_rate": [1e-4, 1e-3]},
         }  # fmt: skip
         assert client.post(SWEEPS, json=body, headers=key).status_code == 202
-        assert client.get(f"{SWEEPS}/mine", headers=other).status_code == 404
+        unknown = client.get(f"{SWEEPS}/mine", headers=other)
+        assert unknown.status_code == 404
+        assert "GET /gradient-accumulation/sweeps, or accrue sweeps, lists them" in unknown.json()["detail"]
         assert client.get(SWEEPS, headers=other).json()["data"] == []
         assert client.get(f"{SWEEPS}/mine", headers=key).status_code == 200
 
