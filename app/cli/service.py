@@ -38,6 +38,18 @@ def _listen_on(host: str | None, port: int | None) -> None:
     os.environ.update({name: value for name, value in given.items() if value is not None})
 
 
+def _declare_openapi_models() -> None:
+    """Imports FastAPI's models of an OpenAPI document so that pydantic builds them at their first use: few
+    services are asked for the document, and building them takes 4 % of the start."""
+    from pydantic import BaseModel
+
+    BaseModel.model_config["defer_build"] = True
+    try:
+        import fastapi.openapi.models  # noqa: F401
+    finally:
+        del BaseModel.model_config["defer_build"]
+
+
 @commands.command()
 def up(host: Host = None, port: Port = None) -> None:
     """Run the service and a worker together; Ctrl-C ends both."""
@@ -57,6 +69,7 @@ def serve(host: Host = None, port: Port = None) -> None:
     """Run the service alone."""
     _listen_on(host, port)
     gc.disable()  # loading the modules creates no garbage to collect
+    _declare_openapi_models()
     import structlog
     import uvicorn
 
