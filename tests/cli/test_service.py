@@ -1,4 +1,4 @@
-"""The address that `accrue up` and `accrue serve` listen on."""
+"""What `accrue up` and `accrue serve` do before they listen."""
 
 import os
 import socket
@@ -69,3 +69,17 @@ def test_a_data_folder_that_cannot_be_created_ends_the_service_with_one_line(tmp
     ended = serving(ACCRUE_PORT=str(free_port()), ACCRUE_DATA_DIR=str(tmp_path / "file" / "data"))
     assert (ended.returncode, ended.stderr.count("\n")) == (1, 1), ended.stderr
     assert "ACCRUE_DATA_DIR" in ended.stderr
+
+
+def test_models_of_openapi_documents_are_built_at_their_first_use() -> None:
+    code = (
+        "from app.cli.service import _declare_openapi_models\n"
+        "_declare_openapi_models()\n"
+        "from fastapi.openapi.models import Info, OpenAPI\n"
+        "from pydantic import BaseModel\n"
+        "class Other(BaseModel): pass\n"
+        "print(OpenAPI.__pydantic_complete__, Other.__pydantic_complete__)\n"
+        "print(OpenAPI(openapi='3.1.0', info=Info(title='a', version='1'), paths={}).info.title)\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.split() == ["False", "True", "a"]
