@@ -62,8 +62,8 @@ def of_name(session: Session, name: str) -> SweepResponse:
     if not jobs:
         newest_one = session.scalar(named.limit(1))
         if newest_one is None:
-            lists = "GET /gradient-accumulation/sweeps, or accrue sweeps,"
-            raise NotFound(f"No sweep has the name {name}: {lists} lists them.", field="name")
+            where = "GET /gradient-accumulation/sweeps, or accrue sweeps, lists them"
+            raise NotFound(f"No sweep has the name {name}: {where}.", field="name")
         jobs = session.scalars(named.where(_of_owner(newest_one.owner)).limit(_MAX_READ)).all()
     return table(session, name, jobs[::-1])
 
